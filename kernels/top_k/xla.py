@@ -1,0 +1,17 @@
+"""Selection by XLA's own top-k, on cleaned scores."""
+
+import jax
+import jax.numpy as jnp
+
+
+def top_k(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
+    """See ``jmla.kernels.top_k``."""
+    rows, n = scores.shape
+    scores = scores.astype(jnp.float32)
+    if lengths is not None:
+        scores = jnp.where(jnp.arange(n) < lengths[:, None], scores, -jnp.inf)
+    # lax.top_k ranks NaN first, and 0.0 before -0.0; equal scores it gives in ascending order.
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(scores == 0, 0.0, scores))
+    best, index = jax.lax.top_k(scores, min(k, n))
+    index = jnp.where(best > -jnp.inf, index.astype(jnp.int32), -1)
+    return jnp.pad(index, ((0, 0), (0, k - min(k, n))), constant_values=-1)
