@@ -22,18 +22,18 @@ def compress(
 
     Entry w is, channel by channel, ``sum_s softmax_s(gate_s + ape_s) * value_s`` in float32. Without ``overlap`` the
     slots s are the tokens ``ratio * w .. ratio * w + ratio - 1`` and d = W. With it (CSA) d = W / 2 and there are
-    ``2 * ratio`` slots: the *first* halves ``[0, d)`` of the tokens of window w - 1, then the *second* halves ``[d, W)``
-    of the tokens of window w, so the pooled intermediate is ``[B, windows, 2 * ratio, d]``. Window 0 has no previous
-    one: those slots weigh nothing. RMSNorm and rotation (at position ``ratio * w``) are the caller's.
+    ``2 * ratio`` slots: the *first* halves ``[0, d)`` of the tokens of window w - 1, then the *second* halves
+    ``[d, W)`` of the tokens of window w, so the pooled intermediate is ``[B, windows, 2 * ratio, d]``. Window 0 has no
+    previous one: those slots weigh nothing. RMSNorm and rotation (at position ``ratio * w``) are the caller's.
 
     The result is bitwise the same however a sequence is cut into calls.
 
     Args:
         values: ``[B, T, W]`` float, projected values of T consecutive tokens a row.
         gates: ``[B, T, W]`` float, raw gates (``ape`` not yet added).
-        state: ``[B, ring, 2 * W]`` float32, the last tokens of each row: token p at ``p % ring``, ``[value | raw gate]``.
-            ``ring`` is at least the slots of a window; more keeps tokens that speculation may roll back to. A new
-            sequence may start on any content.
+        state: ``[B, ring, 2 * W]`` float32, the last tokens of each row: token p at ``p % ring``, as
+            ``[value | raw gate]``. ``ring`` is at least the slots of a window; more keeps tokens that speculation may
+            roll back to. A new sequence may start on any content.
         positions: ``[B, T]`` int32. In each row the valid ones come first and are consecutive; -1 is padding, which
             changes nothing.
         ratio: tokens a window; divides 256.
@@ -82,6 +82,6 @@ def _check(
     span = ratio * (2 if overlap else 1)
     if state.ndim != 3 or state.shape[0] != batch or state.shape[1] < span or state.shape[2] != 2 * width:
         raise ValueError(
-            f"Expected {state.shape=} to be [{batch}, >= {span}, {2 * width}] for {ratio=}, {overlap=}, {values.shape=}; "
-            "a state saved at another ratio cannot be used"
+            f"Expected {state.shape=} to be [{batch}, >= {span}, {2 * width}] for {ratio=}, {overlap=} and "
+            f"{values.shape=}; a state saved at another ratio cannot be used"
         )

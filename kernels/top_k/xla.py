@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 def top_k(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
     """See ``jmla.kernels.top_k``."""
-    rows, n = scores.shape
+    n = scores.shape[1]
     scores = scores.astype(jnp.float32)
     if lengths is not None:
         scores = jnp.where(jnp.arange(n) < lengths[:, None], scores, -jnp.inf)
