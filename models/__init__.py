@@ -1,0 +1,26 @@
+"""The networks: DeepSeek-V4, DeepSeek-V3.2 and GLM-5, and the paged cache that their steps thread through."""
+
+from jmla.models.cache import CacheConsumedError, PagedCache, bytes_per_row, bytes_per_token, copy, init_cache
+from jmla.models.params import abstract_params, layer_counts, layer_stacks, placements
+from jmla.models.spec import Model, ModelSpec
+from jmla.models.steps import decode, draft, forward, make_model, prefill
+
+__all__ = [
+    "CacheConsumedError",
+    "Model",
+    "ModelSpec",
+    "PagedCache",
+    "abstract_params",
+    "bytes_per_row",
+    "bytes_per_token",
+    "copy",
+    "decode",
+    "draft",
+    "forward",
+    "init_cache",
+    "layer_counts",
+    "layer_stacks",
+    "make_model",
+    "placements",
+    "prefill",
+]

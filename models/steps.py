@@ -1,0 +1,422 @@
+"""Compiled steps over a cache: prefill, decode, draft, and the cache-free forward pass."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmla.kernels.rowwise import rowwise
+from jmla.models import trunk
+from jmla.models.cache import PagedCache, check_alive, init_cache
+from jmla.models.context import StepContext, Store
+from jmla.models.params import layer_counts
+from jmla.models.spec import Model, ModelSpec, resolve_format
+
+Array = jax.Array
+
+
+# ---- traced bodies
+
+
+def _store(cache: PagedCache) -> Store:
+    return {"pools": cache.pools, "states": cache.states}
+
+
+def _last_valid(rows: Array, ctx: StepContext) -> Array:
+    """The row of each request's last valid token, ``[B, ...]``; the first row for a request without one."""
+    batch, tokens = ctx.positions.shape
+    last = jnp.maximum(ctx.counts - 1, 0) + jnp.arange(batch, dtype=jnp.int32) * tokens
+    return rows[last]
+
+
+def _masked(logits: Array, valid: Array) -> Array:
+    """Zeros where there is no token."""
+    return jnp.where(valid[:, None], logits, 0)
+
+
+def _by_token(ctx: StepContext, rows: Array) -> Array:
+    """``[B * T, ...]`` to ``[B, T, ...]``."""
+    return rows.reshape(*ctx.positions.shape, *rows.shape[1:])
+
+
+def _pass(
+    spec: ModelSpec,
+    params: dict[str, Any],
+    cache: PagedCache,
+    tokens: Array,
+    counts: Array,
+    keep_selected: bool = False,
+) -> tuple[StepContext, Array, PagedCache, trunk.Selected]:
+    """One pass of the trunk over ``tokens [B, T]``; rows ``[B * T, ...]`` after the last layer and the next cache."""
+    ctx = trunk.make_context(spec, cache, tokens, counts, cache.lengths)
+    x = trunk.ends(spec, params).start(ctx.tokens)
+    x, store, selected = trunk.run_layers(ctx, params, x, _store(cache), keep_selected)
+    return ctx, x, cache.replace(**store, lengths=cache.lengths + ctx.counts), selected
+
+
+def _chunked(
+    one: Callable[..., Any], cache: PagedCache, inputs: Any, counts: Array, chunk: int
+) -> tuple[PagedCache, Array, dict[str, Array]]:
+    """Runs ``one(cache, inputs, counts) -> (cache, last, outputs)`` over chunks of the token axis.
+
+    Args:
+        one: processes up to ``chunk`` tokens of each row; ``last [B, ...]`` is a row's last valid result.
+        cache: carried through.
+        inputs: pytree of ``[B, T, ...]``.
+        counts: ``[B]`` valid tokens.
+        chunk: tokens a call.
+
+    Returns:
+        The cache, each row's last valid result, and the outputs ``[B, T, ...]``.
+    """
+    batch, length = jax.tree.leaves(inputs)[0].shape[:2]
+    if length <= chunk:
+        return one(cache, inputs, counts)
+    chunks = -(-length // chunk)
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+        return padded.reshape(batch, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def body(carry: Any, step: Any) -> Any:
+        cache, last = carry
+        inputs, number = step
+        here = jnp.clip(counts - number * chunk, 0, chunk)
+        cache, newest, outputs = one(cache, inputs, here)
+        keep = (here > 0).reshape(batch, *(1,) * (last.ndim - 1))
+        return (cache, jnp.where(keep, newest, last)), outputs
+
+    pieces = jax.tree.map(split, inputs)
+    shape = jax.eval_shape(one, cache, jax.tree.map(lambda x: x[0], pieces), counts)[1]
+    (cache, last), stacked = jax.lax.scan(
+        body, (cache, jnp.zeros(shape.shape, shape.dtype)), (pieces, jnp.arange(chunks, dtype=jnp.int32))
+    )
+    outputs = {
+        name: y.swapaxes(0, 1).reshape(batch, chunks * chunk, *y.shape[3:])[:, :length] for name, y in stacked.items()
+    }
+    return cache, last, outputs
+
+
+def _advance(
+    spec: ModelSpec,
+    params: dict[str, Any],
+    cache: PagedCache,
+    tokens: Array,
+    counts: Array,
+    all_logits: bool,
+    return_hidden: bool,
+) -> tuple[dict[str, Array], PagedCache]:
+    """Prefill and decode alike: processes the tokens chunk by chunk and gathers what was asked for."""
+    ends = trunk.ends(spec, params)
+
+    def one(cache: PagedCache, tokens: Array, counts: Array) -> tuple[PagedCache, Array, dict[str, Array]]:
+        ctx, x, cache, _ = _pass(spec, params, cache, tokens, counts)
+        outputs = {}
+        if all_logits:
+            outputs["all_logits"] = _by_token(ctx, _masked(ctx.rowwise(ends.logits, x), ctx.flat_positions >= 0))
+        if return_hidden:
+            outputs["hidden"] = _by_token(ctx, ctx.rowwise(ends.hidden, x))
+        return cache, _last_valid(x, ctx), outputs
+
+    before = cache.lengths
+    cache, last, outputs = _chunked(one, cache, tokens, counts, spec.prefill_chunk)
+    if not all_logits:
+        logits = rowwise(ends.logits, last, deterministic=spec.deterministic)
+        outputs["logits"] = _masked(logits, cache.lengths > before)
+    return outputs, cache
+
+
+def _draft(
+    spec: ModelSpec, params: dict[str, Any], cache: PagedCache, hidden: Array, tokens: Array, counts: Array
+) -> tuple[dict[str, Array], PagedCache]:
+    head = params["ends"]["head"]
+
+    def one(cache: PagedCache, inputs: Any, counts: Array) -> tuple[PagedCache, Array, dict[str, Array]]:
+        hidden, tokens = inputs
+        ctx = trunk.make_context(spec, cache, tokens, counts, cache.draft_lengths)
+        x, store, block = trunk.run_draft(ctx, params, hidden.reshape(-1, *hidden.shape[2:]), _store(cache))
+        logits = _masked(ctx.rowwise(lambda x: block.logits(x, head), x), ctx.flat_positions >= 0)
+        outputs = {"logits": _by_token(ctx, logits), "hidden": _by_token(ctx, ctx.rowwise(block.hidden, x))}
+        cache = cache.replace(**store, draft_lengths=cache.draft_lengths + ctx.counts)
+        return cache, _last_valid(x, ctx), outputs
+
+    cache, _, outputs = _chunked(one, cache, (hidden, tokens), counts, spec.prefill_chunk)
+    return outputs, cache
+
+
+@functools.cache
+def _compiled(name: str, donate: bool) -> Any:
+    body = {"advance": _advance, "draft": _draft}[name]
+    static = ("spec", "all_logits", "return_hidden") if name == "advance" else ("spec",)
+    return jax.jit(body, static_argnames=static, donate_argnames=("cache",) if donate else ())
+
+
+# ---- checks on the host
+
+
+def _is_host(x: Any) -> bool:
+    return not isinstance(x, jax.Array | jax.core.Tracer)
+
+
+def check_ids(spec: ModelSpec, tokens: Any, shape: str) -> Array:
+    """Token ids as int32 of the right rank; host arrays are also checked for range before JAX could cut them."""
+    vocab = spec.config.vocab_size
+    if _is_host(tokens):
+        tokens = np.asarray(tokens)
+        if tokens.size and (not np.issubdtype(tokens.dtype, np.integer)):
+            raise TypeError(f"Expected tokens to be integers, got dtype {tokens.dtype}")
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
+            bad = tokens[(tokens < 0) | (tokens >= vocab)].flat[0]
+            raise ValueError(f"Expected token ids in 0..{vocab - 1}, got {int(bad)}")
+        tokens = jnp.asarray(tokens.astype(np.int32))
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"Expected tokens to be integers, got dtype {tokens.dtype}")
+    if tokens.ndim != shape.count(",") + 1:
+        raise ValueError(f"Expected tokens to be {shape}, got shape {tokens.shape}")
+    return tokens.astype(jnp.int32)
+
+
+def _check_counts(name: str, counts: Any, batch: int, length: int) -> Array:
+    if _is_host(counts):
+        counts = np.asarray(counts)
+        if counts.size and not np.issubdtype(counts.dtype, np.integer):
+            raise TypeError(f"Expected {name} to be integers, got dtype {counts.dtype}")
+        if counts.size and (counts.min() < 0 or counts.max() > length):
+            raise ValueError(f"Expected {name} in 0..{length}, the width of tokens; got {counts.tolist()}")
+        counts = jnp.asarray(counts.astype(np.int32))
+    if counts.shape != (batch,):
+        raise ValueError(f"Expected {name} to have shape ({batch},), one per row of tokens; got {counts.shape}")
+    return counts.astype(jnp.int32)
+
+
+def _check_cache(model: Model, cache: PagedCache, batch: int) -> None:
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"Expected cache to be a PagedCache (see jmla.init_cache), got {type(cache).__name__}")
+    check_alive(cache)
+    if cache.batch != batch:
+        raise ValueError(f"Expected tokens to have {cache.batch} rows, one per row of the cache; got {batch}")
+    counts = layer_counts(model.spec.config, model.spec.drafting)
+    names = {name for name, _ in cache.layouts}
+    if names - set(counts) or any(counts[n] and cache.pools[n].shape[0] % counts[n] for n in names):
+        raise ValueError(
+            f"Expected a cache made by jmla.init_cache for this model (streams {sorted(counts)}), "
+            f"got one with streams {sorted(names)}"
+        )
+
+
+# ---- public
+
+
+def prefill(
+    model: Model,
+    tokens: Any,
+    lengths: Any,
+    cache: PagedCache,
+    *,
+    all_logits: bool = False,
+    return_hidden: bool = False,
+    donate: bool = True,
+) -> Any:
+    """Appends tokens to the sequences of a cache. Call it again for the next chunk of a prompt.
+
+    The result does not depend on how a prompt is cut into calls, on the other rows, or on page placement.
+
+    Args:
+        model: the loaded model.
+        tokens: ``[B, T]`` integer ids, left-aligned; what lies past a row's length is ignored.
+        lengths: ``[B]`` valid tokens of this call; 0 leaves a row as it is.
+        cache: the cache to extend. Its buffers are taken over unless ``donate=False``.
+        all_logits: return logits of every token rather than of each row's last.
+        return_hidden: also return what the draft block takes over, for every token.
+        donate: whether the cache may be updated in place.
+
+    Returns:
+        ``(logits, cache)`` or ``(logits, hidden, cache)``: float32 logits ``[B, V]`` or ``[B, T, V]``, zeros where
+        there is no token; hidden ``[B, T, N, D]`` (V4's residual streams) or ``[B, T, D]``.
+
+    Raises:
+        CacheConsumedError: the cache was donated to an earlier step.
+        TypeError, ValueError: shapes or dtypes do not fit; for arrays on the host also ids or lengths out of range.
+    """
+    tokens = check_ids(model.spec, tokens, "[B, T]")
+    batch, length = tokens.shape
+    _check_cache(model, cache, batch)
+    lengths = _check_counts("lengths", lengths, batch, length)
+    if length == 0:
+        raise ValueError(f"Expected tokens [B, T] with T >= 1, got shape {tokens.shape}")
+    outputs, cache = _compiled("advance", donate)(
+        spec=model.spec,
+        params=model.params,
+        cache=cache,
+        tokens=tokens,
+        counts=lengths,
+        all_logits=all_logits,
+        return_hidden=return_hidden,
+    )
+    logits = outputs["all_logits" if all_logits else "logits"]
+    return (logits, outputs["hidden"], cache) if return_hidden else (logits, cache)
+
+
+def decode(
+    model: Model,
+    tokens: Any,
+    cache: PagedCache,
+    *,
+    active: Any = None,
+    return_hidden: bool = False,
+    donate: bool = True,
+) -> Any:
+    """Appends one token to each sequence of a cache.
+
+    Args:
+        model: the loaded model.
+        tokens: ``[B]`` integer ids.
+        cache: the cache to extend. Its buffers are taken over unless ``donate=False``.
+        active: ``[B]`` bool; rows that are False are left as they are. Default: all.
+        return_hidden: also return what the draft block takes over.
+        donate: whether the cache may be updated in place.
+
+    Returns:
+        ``(logits [B, V], cache)`` or ``(logits, hidden [B, ...], cache)``; zeros for inactive rows.
+
+    Raises:
+        As ``prefill``.
+    """
+    tokens = check_ids(model.spec, tokens, "[B]")
+    batch = tokens.shape[0]
+    _check_cache(model, cache, batch)
+    counts = jnp.ones((batch,), jnp.int32) if active is None else jnp.asarray(active)
+    if counts.shape != (batch,):
+        raise ValueError(f"Expected active to have shape ({batch},), got {counts.shape}")
+    outputs, cache = _compiled("advance", donate)(
+        spec=model.spec,
+        params=model.params,
+        cache=cache,
+        tokens=tokens[:, None],
+        counts=counts.astype(jnp.int32),
+        all_logits=False,
+        return_hidden=return_hidden,
+    )
+    if return_hidden:
+        return outputs["logits"], outputs["hidden"][:, 0], cache
+    return outputs["logits"], cache
+
+
+def draft(
+    model: Model, hidden: Array, tokens: Any, cache: PagedCache, *, lengths: Any = None, donate: bool = True
+) -> tuple[Array, Array, PagedCache]:
+    """Runs the multi-token-prediction block, which predicts the token after next.
+
+    It keeps its own place in the cache (``cache.draft_lengths``), so feed it every position once, in order: the hidden
+    rows of positions ``0..n-1`` with the tokens ``1..n``.
+
+    Args:
+        model: a model loaded with its draft block.
+        hidden: ``[B, T, ...]`` or ``[B, ...]``, from ``prefill`` or ``decode`` with ``return_hidden=True``, or from
+            this function for a further draft step.
+        tokens: ``[B, T]`` or ``[B]``: the token that follows each position.
+        cache: the cache; its buffers are taken over unless ``donate=False``.
+        lengths: ``[B]`` valid tokens of this call; default all.
+        donate: whether the cache may be updated in place.
+
+    Returns:
+        ``(logits, hidden, cache)``, with the leading axes of ``tokens``.
+
+    Raises:
+        ValueError: the model has no draft block, or shapes do not fit.
+    """
+    if not model.spec.drafting:
+        raise ValueError("Expected a model with a draft (MTP) block; this checkpoint was loaded without one")
+    single = np.ndim(tokens) == 1 if _is_host(tokens) else tokens.ndim == 1
+    tokens = check_ids(model.spec, tokens, "[B]" if single else "[B, T]")
+    if single:
+        tokens, hidden = tokens[:, None], hidden[:, None]
+    batch, length = tokens.shape
+    _check_cache(model, cache, batch)
+    config = model.spec.config
+    width = (config.hc_mult, config.hidden_size) if model.spec.is_v4 else (config.hidden_size,)  # type: ignore[union-attr]
+    if hidden.shape != (batch, length, *width):
+        raise ValueError(f"Expected hidden to have shape {(batch, length, *width)}, got {hidden.shape}")
+    counts = _check_counts("lengths", np.full(batch, length) if lengths is None else lengths, batch, length)
+    outputs, cache = _compiled("draft", donate)(
+        spec=model.spec, params=model.params, cache=cache, hidden=hidden, tokens=tokens, counts=counts
+    )
+    logits, hidden = outputs["logits"], outputs["hidden"]
+    return (logits[:, 0], hidden[:, 0], cache) if single else (logits, hidden, cache)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "return_selected"))
+def _forward(spec: ModelSpec, params: dict[str, Any], tokens: Array, return_selected: bool) -> Any:
+    batch, length = tokens.shape
+    model = Model(params, spec)
+    cache = init_cache(model, batch, length, whole_window=True, dtype=spec.dtype)
+    counts = jnp.full((batch,), length, jnp.int32)
+    ctx, x, _, selected = _pass(spec, params, cache, tokens, counts, keep_selected=return_selected)
+    logits = ctx.rowwise(trunk.ends(spec, params).logits, x).reshape(batch, length, -1)
+    return logits, {layer: chosen.reshape(batch, length, -1) for layer, chosen in selected.items()}
+
+
+def forward(model: Model, tokens: Any, *, return_selected: bool = False) -> Any:
+    """Logits of whole sequences, without a cache to keep; differentiable with respect to the weights.
+
+    Keys and values stay in the model's dtype, whatever its cache format.
+
+    Args:
+        model: the model.
+        tokens: ``[B, T]`` integer ids.
+        return_selected: also return what each indexer selected.
+
+    Returns:
+        Float32 logits ``[B, T, V]``, or ``(logits, selected)`` with ``selected`` a dict from layer number to the chosen
+        positions (V3.2, GLM) or compressed entries (V4) ``[B, T, k]`` int32, -1 filled.
+    """
+    tokens = check_ids(model.spec, tokens, "[B, T]")
+    if not 1 <= tokens.shape[1] <= model.spec.max_seq_len:
+        raise ValueError(f"Expected 1..{model.spec.max_seq_len} tokens a row, got {tokens.shape[1]}")
+    logits, selected = _forward(model.spec, model.params, tokens, return_selected)
+    return (logits, selected) if return_selected else logits
+
+
+def make_model(
+    config: Any,
+    params: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    kv_layout: str = "auto",
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+    max_seq_len: int | None = None,
+    drafting: bool | None = None,
+    text: Any = None,
+) -> Model:
+    """A model from its configuration and parameters.
+
+    Args:
+        config: V4Config or DsaConfig.
+        params: nested dict of arrays as ``abstract_params`` describes it.
+        dtype: "bfloat16" or "float32", the dtype of the weights.
+        kv_layout: cache format; "auto" is the family's FP8 format.
+        implementation: passed to every operation.
+        deterministic: bitwise independence of batch and chunking; default False.
+        max_seq_len: default: the configuration's ``max_position_embeddings``.
+        drafting: whether the draft block is there; default: whether ``params`` holds it.
+        text: tokenizer and generation defaults.
+    """
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
+    longest = config.max_position_embeddings
+    if max_seq_len is not None and not 1 <= max_seq_len <= longest:
+        raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the model's max_position_embeddings")
+    spec = ModelSpec(
+        config=config,
+        dtype=dtype,
+        kv_layout=resolve_format(config, kv_layout),
+        implementation=implementation,
+        deterministic=bool(deterministic),
+        max_seq_len=longest if max_seq_len is None else max_seq_len,
+        drafting="draft" in params if drafting is None else drafting,
+    )
+    return Model(dict(params), spec, text)
