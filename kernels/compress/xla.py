@@ -82,7 +82,7 @@ def compress(
 
 
 def _own_half(x: jax.Array, ratio: int, overlap: bool) -> jax.Array:
-    """``[..., span, W]`` -> ``[..., span, d]``: the earlier window's tokens by their first half, own by their second."""
+    """``[..., span, W]`` -> ``[..., span, d]``: first halves of the tokens before, second halves of the window's."""
     if not overlap:
         return x
     d = x.shape[-1] // 2
