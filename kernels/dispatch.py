@@ -1,0 +1,240 @@
+"""Which implementation serves a call.
+
+Each operation registers its implementations, best first. Adding one is one ``register`` call; the public functions do
+not change.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+logger = logging.getLogger("jmla.kernels")
+
+NAMES = ("xla", "pallas", "triton", "cute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a call is lowered for; None means not known before lowering.
+
+    Attributes:
+        platform: "cpu", "cuda", "rocm", "tpu" or None.
+        compute_capability: 90, 100, 120, ... for "cuda", else None.
+    """
+
+    platform: str | None = None
+    compute_capability: int | None = None
+
+
+WhyNot = Callable[[Target, Mapping[str, Any]], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run an operation.
+
+    Attributes:
+        name: one of ``NAMES``.
+        function: takes the arrays of the operation by position and the rest by keyword.
+        platform: the only platform that it runs on, or None for every one.
+        why_not: gives the reason why it cannot serve a target and shapes, or None when it can.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    platform: str | None = None
+    why_not: WhyNot | None = None
+
+    def reason(self, target: Target, shapes: Mapping[str, Any]) -> str | None:
+        """Why it cannot run, or None."""
+        if self.name in disabled():
+            return "disabled by JMLA_DISABLE"
+        if self.platform is not None and target.platform not in (None, self.platform):
+            return f"runs on {self.platform}, the target is {target.platform}"
+        return self.why_not(target, shapes) if self.why_not else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A row of the report.
+
+    Attributes:
+        op: the operation.
+        shapes: what the choice depended on.
+        implementation: which one serves.
+        others: (name, reason) of those that do not.
+    """
+
+    op: str
+    shapes: str
+    implementation: str
+    others: tuple[tuple[str, str], ...]
+
+
+class Report(tuple[Choice, ...]):
+    """The choices made so far; prints as a table."""
+
+    def __str__(self) -> str:
+        head = ("operation", "serves", "shapes", "others")
+        rows = [(c.op, c.implementation, c.shapes, "; ".join(f"{n}: {r}" for n, r in c.others)) for c in self]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(4)]
+        lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)) for row in [head, *rows]]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+_registry: dict[str, dict[str, Implementation]] = {}
+_choices: dict[Choice, None] = {}  # in order of the first call
+# Part of jit's cache key, so that lowering for another target traces anew.
+_target = jax.make_user_context(None)
+
+
+def register(
+    op: str, name: str, function: Callable[..., Any], *, platform: str | None = None, why_not: WhyNot | None = None
+) -> None:
+    """Adds an implementation of an operation, behind those that are there: register the best first."""
+    if name not in NAMES:
+        raise ValueError(f"Expected {name=} to be one of: {', '.join(NAMES)}")
+    _registry.setdefault(op, {})[name] = Implementation(name, function, platform, why_not)
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """Names of the implementations of an operation, best first."""
+    return tuple(_registry[op])
+
+
+def disabled() -> frozenset[str]:
+    """The implementations that the operator switched off: JMLA_DISABLE, names separated by commas."""
+    names = frozenset(name.strip() for name in os.environ.get("JMLA_DISABLE", "").split(",") if name.strip())
+    if unknown := sorted(names.difference(NAMES)):
+        raise ValueError(f"Expected JMLA_DISABLE to name some of: {', '.join(NAMES)}; got {', '.join(unknown)}")
+    return names
+
+
+@contextlib.contextmanager
+def target(*, compute_capability: int | None = None, platform: str | None = None) -> Iterator[Target]:
+    """Inside it, operations choose implementations for this target instead of that of their arrays.
+
+    For lowering without the device: ``jax.jit(f).trace(...).lower(lowering_platforms=("cuda",))``.
+
+    Args:
+        compute_capability: of an NVIDIA GPU, such as 90 for 9.0; the platform is then "cuda".
+        platform: "cpu", "cuda", "rocm" or "tpu", when there is no compute capability to give.
+    """
+    if compute_capability is not None and platform not in (None, "cuda"):
+        raise ValueError(f"Expected {platform=} to be cuda beside {compute_capability=}")
+    if compute_capability is None and platform is None:
+        raise ValueError("Expected target() to be given compute_capability or platform")
+    chosen = Target("cuda" if compute_capability is not None else platform, compute_capability)
+    with _target(chosen):
+        yield chosen
+
+
+def current_target(*arrays: Any) -> Target:
+    """The target of a call: that of ``target()``, else of the devices of the arrays, else of the mesh in use."""
+    if _target.value is not None:
+        return _target.value
+    leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
+    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    devices = [] if traced else [next(iter(x.devices())) for x in leaves]
+    if not devices and not (mesh := jax.sharding.get_abstract_mesh()).empty and mesh.abstract_device is not None:
+        return _kind_target(mesh.abstract_device.device_kind)
+    if not devices:
+        return Target()
+    device = devices[0]
+    if device.platform != "gpu":
+        return Target(device.platform)
+    return _gpu_target(getattr(device, "compute_capability", None))
+
+
+def _gpu_target(capability: Any) -> Target:
+    text = str(capability or "")
+    if not text.replace(".", "", 1).isdigit():
+        return Target("rocm")
+    return Target("cuda", round(float(text) * 10))
+
+
+def _kind_target(kind: str) -> Target:
+    for device in jax.local_devices():
+        if device.device_kind == kind and device.platform == "gpu":
+            return _gpu_target(getattr(device, "compute_capability", None))
+    return Target("cpu") if kind.lower() == "cpu" else Target()
+
+
+def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays: Any, **static: Any) -> Any:
+    """Runs an operation by a named implementation, or by the best that can serve.
+
+    When the target is not known while tracing, the decision between an implementation of one platform and the next one
+    is left to the lowering.
+
+    Args:
+        op: the operation.
+        implementation: a name, or None to choose.
+        shapes: the static facts that a choice may depend on; one line is logged for each different set.
+        arrays: passed by position (pytrees, None included).
+        static: passed by keyword.
+
+    Raises:
+        ValueError: an unknown name, a named implementation that cannot run, or none that can.
+    """
+    known = _registry[op]
+    where = current_target(*arrays)
+    if implementation is not None:
+        if implementation not in known:
+            raise ValueError(f"Expected {implementation=} of {op} to be one of: {', '.join(known)}")
+        if reason := known[implementation].reason(where, shapes):
+            raise ValueError(
+                f"Implementation {implementation} of {op} cannot run: {reason}; supported: {_able(op, where, shapes)}"
+            )
+        _note(op, shapes, implementation, ())
+        return known[implementation].function(*arrays, **static)
+
+    others: list[tuple[str, str]] = []
+    serving: list[Implementation] = []
+    for candidate in known.values():
+        if serving and serving[-1].platform in (None, where.platform):
+            others.append((candidate.name, f"{serving[-1].name} comes first"))
+        elif reason := candidate.reason(where, shapes):
+            others.append((candidate.name, reason))
+        else:
+            serving.append(candidate)
+    if not serving:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in others)
+        raise ValueError(f"No implementation of {op} can run here: {reasons}")
+    _note(op, shapes, " or ".join(s.name + (f" on {s.platform}" if s.platform else "") for s in serving), tuple(others))
+    if len(serving) == 1:
+        return serving[0].function(*arrays, **static)
+
+    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *xs: function(*xs, **static)
+
+    branches: dict[str, Callable[..., Any]] = {}
+    default = None
+    for candidate in serving:
+        if candidate.platform is None:
+            default = bind(candidate.function)
+        else:
+            branches.setdefault(candidate.platform, bind(candidate.function))
+    return jax.lax.platform_dependent(*arrays, default=default, **branches)
+
+
+def _able(op: str, where: Target, shapes: Mapping[str, Any]) -> str:
+    return ", ".join(name for name, known in _registry[op].items() if known.reason(where, shapes) is None) or "none"
+
+
+def _note(op: str, shapes: Mapping[str, Any], serving: str, others: tuple[tuple[str, str], ...]) -> None:
+    choice = Choice(op, ", ".join(f"{key}={value}" for key, value in shapes.items()), serving, others)
+    if choice in _choices:
+        return
+    _choices[choice] = None
+    reasons = "".join(f"; not {name}: {reason}" for name, reason in others)
+    logger.info("%s [%s] is served by %s%s", op, choice.shapes, serving, reasons)
+
+
+def report() -> Report:
+    """The choices made so far in this process, one row for each operation and set of shapes."""
+    return Report(_choices)
