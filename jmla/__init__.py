@@ -1,1 +1,72 @@
-"""Inference of DeepSeek-V4, DeepSeek-V3.2 and GLM-5 in JAX."""
+"""Inference of DeepSeek-V4, DeepSeek-V3.2 and GLM-5 in JAX.
+
+``import jmla`` is cheap: each name below is imported when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jmla import kernels as kernels
+    from jmla import models as models
+    from jmla.completion import Completion, TokenLogprob
+    from jmla.generation import generate, generate_tokens
+    from jmla.kernels import debug_checks
+    from jmla.loading import load
+    from jmla.models import CacheConsumedError, Model, PagedCache, copy, decode, draft, forward, init_cache, prefill
+    from jmla.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CacheConsumedError": "jmla.models",
+    "Completion": "jmla.completion",
+    "Model": "jmla.models",
+    "PagedCache": "jmla.models",
+    "SamplingParams": "jmla.sampling",
+    "TokenLogprob": "jmla.completion",
+    "copy": "jmla.models",
+    "debug_checks": "jmla.kernels",
+    "decode": "jmla.models",
+    "draft": "jmla.models",
+    "forward": "jmla.models",
+    "generate": "jmla.generation",
+    "generate_tokens": "jmla.generation",
+    "init_cache": "jmla.models",
+    "load": "jmla.loading",
+    "prefill": "jmla.models",
+}
+
+__all__ = [
+    "CacheConsumedError",
+    "Completion",
+    "Model",
+    "PagedCache",
+    "SamplingParams",
+    "TokenLogprob",
+    "copy",
+    "debug_checks",
+    "decode",
+    "draft",
+    "forward",
+    "generate",
+    "generate_tokens",
+    "init_cache",
+    "load",
+    "prefill",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in ("kernels", "models"):
+        value = importlib.import_module(f"jmla.{name}")
+    else:
+        raise AttributeError(f"module 'jmla' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "kernels", "models"})

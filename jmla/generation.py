@@ -1,0 +1,366 @@
+"""Text in, text out: the loop of prefill, decode and sampling over a batch of prompts."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmla import models, sampling
+from jmla.completion import Completion, Output, Stream
+from jmla.models import Model, PagedCache
+from jmla.requests import (
+    check_token_ids,
+    complete_params,
+    context_limit,
+    default_params,
+    encode,
+    end_token_ids,
+    split_prompts,
+)
+from jmla.sampling import DEFAULTS, History, RowParams, SamplingParams
+
+BLOCK = 16  # tokens that one launch of the decode loop makes at most
+MAX_BATCH = 64  # prompts that run together; more run in groups
+_SMALLEST_PROMPT = 16
+_SMALLEST_CACHE = 256
+
+# ---- on the device -------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Rows:
+    """State of the decode loop: ``token [B]`` last token of each row, ``made [B]`` tokens made, ``active [B]`` rows
+    that go on, ``limit [B]`` tokens to make at most, and the sampler's history."""
+
+    token: jax.Array
+    made: jax.Array
+    active: jax.Array
+    limit: jax.Array
+    history: History
+
+
+def _choose(
+    logits: jax.Array, rows: _Rows, params: RowParams, ends: jax.Array, deterministic: bool
+) -> tuple[_Rows, jax.Array]:
+    """Samples the next token of each active row; returns the rows after it and the tokens' log-probabilities."""
+    token, logprob = sampling.sample(logits, rows.made, params, rows.history, deterministic=deterministic)
+    token = jnp.where(rows.active, token, 0)
+    made = rows.made + rows.active
+    going = rows.active & (made < rows.limit) & ~jnp.any(token[:, None] == ends, -1)
+    history = rows.history.add(token, rows.active)
+    return replace(rows, token=token, made=made, active=going, history=history), logprob
+
+
+@functools.partial(jax.jit, static_argnames=("deterministic",))
+def _start(
+    logits: jax.Array,
+    rows: _Rows,
+    params: RowParams,
+    ends: jax.Array,
+    tops: jax.Array,
+    deterministic: bool,
+) -> tuple[_Rows, tuple[jax.Array, ...]]:
+    """The first token of each row, from the prompt's logits."""
+    top = sampling.top_logprobs(logits, tops, deterministic=deterministic)
+    rows, logprob = _choose(logits, rows, params, ends, deterministic)
+    return rows, tuple(x[:, None] for x in (rows.token, logprob, *top))
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
+def _block(
+    model: Model,
+    cache: PagedCache,
+    rows: _Rows,
+    params: RowParams,
+    ends: jax.Array,
+    alive: jax.Array,
+    tops: jax.Array,
+    steps: jax.Array,
+) -> tuple[PagedCache, _Rows, tuple[jax.Array, ...]]:
+    """Up to ``steps`` more tokens of each row that is active and ``alive [B]``; stops when no row is.
+
+    Returns:
+        The cache, the rows, and the new ``tokens [B, BLOCK]``, their log-probabilities ``[B, BLOCK]``, the likeliest
+        ids and their log-probabilities ``[B, BLOCK, n]``.
+    """
+    deterministic = model.spec.deterministic
+    batch, vocab = rows.history.counts.shape
+    width = min(sampling.MAX_LOGPROBS, vocab)
+    out = (
+        jnp.zeros((batch, BLOCK), jnp.int32),
+        jnp.zeros((batch, BLOCK), jnp.float32),
+        jnp.zeros((batch, BLOCK, width), jnp.int32),
+        jnp.zeros((batch, BLOCK, width), jnp.float32),
+    )
+
+    def body(carry: Any) -> Any:
+        step, cache, rows, out = carry
+        logits, cache = models.decode(model, rows.token, cache, active=rows.active, donate=False)
+        top = sampling.top_logprobs(logits, tops, deterministic=deterministic)
+        rows, logprob = _choose(logits, rows, params, ends, deterministic)
+        out = tuple(o.at[:, step].set(x) for o, x in zip(out, (rows.token, logprob, *top), strict=True))
+        return step + 1, cache, rows, out
+
+    def going(carry: Any) -> Any:
+        return (carry[0] < steps) & jnp.any(carry[2].active)
+
+    rows = replace(rows, active=rows.active & alive)
+    _, cache, rows, out = lax.while_loop(going, body, (jnp.int32(0), cache, rows, out))
+    return cache, rows, out
+
+
+@jax.jit
+def _ended_here(ended: jax.Array, logits: jax.Array, kept: jax.Array) -> jax.Array:
+    return jnp.where(ended[:, None], logits, kept)
+
+
+def _bucket(count: int, smallest: int) -> int:
+    """The next power of two, so that few shapes are compiled."""
+    return max(smallest, 1 << (count - 1).bit_length())
+
+
+def _prefill(model: Model, prompts: Sequence[np.ndarray], batch: int, cache: PagedCache) -> tuple[Any, PagedCache]:
+    """Runs ragged prompts together in chunks of a few fixed widths; returns each row's last logits ``[B, V]``."""
+    lengths = np.array([len(p) for p in prompts] + [0] * (batch - len(prompts)))
+    longest, chunk, start = int(lengths.max()), model.spec.prefill_chunk, 0
+    logits: Any = None
+    while start < longest:
+        width = min(chunk, _bucket(longest - start, _SMALLEST_PROMPT))
+        tokens = np.zeros((batch, width), np.int32)
+        counts = np.clip(lengths - start, 0, width).astype(np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : counts[row]] = prompt[start : start + width]
+        now, cache = models.prefill(model, tokens, counts, cache)
+        start += width
+        ended = (counts > 0) & (lengths <= start)
+        logits = now if logits is None else _ended_here(ended, now, logits)
+    return logits, cache
+
+
+# ---- on the host ---------------------------------------------------------------------------------------------------
+
+
+def generate(
+    model_or_path: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    stop: Any = None,
+    stream: Stream | None = None,
+) -> Completion | list[Completion]:
+    """Completes one prompt or several; ragged prompts run together, and none changes another's result.
+
+    Args:
+        model_or_path: a ``Model``, or anything ``jmla.load`` takes (loaded anew on each call).
+        prompts: a string or token ids for one completion; a list of those for a list of completions.
+        max_new_tokens: tokens to make at most; overrides ``sampling``.
+        sampling: how to choose tokens, one for all prompts or one for each. What it leaves unset comes from the
+            checkpoint's generation_config.json, then from the defaults of ``SamplingParams``.
+        stop: strings or token id lists that end a completion; overrides ``sampling``.
+        stream: called as ``stream(index, piece)`` with pieces of text as they become certain (token ids if the
+            checkpoint has no tokenizer); the pieces of a prompt joined are its completion's text.
+
+    Returns:
+        A ``Completion``, or a list of them in the order of the prompts.
+
+    Raises:
+        TypeError, ValueError: bad prompts or options, found before anything runs; the message names the number that
+            is wrong and what is allowed.
+        FloatingPointError: the model made NaN logits.
+    """
+    if isinstance(model_or_path, Model):
+        model = model_or_path
+    else:
+        from jmla.loading import load
+
+        model = load(model_or_path)
+    if stream is not None and not callable(stream):
+        raise TypeError(f"Expected {stream=} to be a function of (index, piece)")
+    items, single = split_prompts(prompts)
+    ids = [encode(model, index, prompt) for index, prompt in enumerate(items)]
+    rows = complete_params(model, sampling, len(ids), [len(p) for p in ids], max_new_tokens, stop)
+    ends = end_token_ids(model)
+    tokenizer = model.text.tokenizer if model.text is not None else None
+    outputs = [Output(index, row, frozenset(ends), tokenizer, stream) for index, row in enumerate(rows)]
+    for first in range(0, len(ids), MAX_BATCH):
+        _run(model, ids[first : first + MAX_BATCH], outputs[first : first + MAX_BATCH], ends)
+    completions = [output.completion() for output in outputs]
+    return completions[0] if single else completions
+
+
+def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: tuple[int, ...]) -> None:
+    """Runs one group of prompts to the end of each."""
+    batch, deterministic = _bucket(len(prompts), 1), model.spec.deterministic
+    spare = batch - len(prompts)
+    limits = [output.params.max_new_tokens or 0 for output in outputs]
+    room = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
+    cache = models.init_cache(model, batch, min(_bucket(room, _SMALLEST_CACHE), model.spec.max_seq_len))
+    logits, cache = _prefill(model, prompts, batch, cache)
+
+    vocab = model.spec.config.vocab_size
+    seen = np.zeros((batch, vocab), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    params = RowParams.pack([output.params for output in outputs] + [DEFAULTS] * spare)
+    end_ids = np.full(_bucket(len(ends) or 1, 8), -1, np.int32)
+    end_ids[: len(ends)] = ends
+    tops = np.array(any(output.params.logprobs for output in outputs))
+    rows = _Rows(
+        token=jnp.zeros(batch, jnp.int32),
+        made=jnp.zeros(batch, jnp.int32),
+        active=jnp.arange(batch) < len(prompts),
+        limit=jnp.asarray(np.array(limits + [0] * spare, np.int32)),
+        history=History(jnp.asarray(seen), jnp.zeros((batch, vocab), jnp.int32)),
+    )
+    rows, new = _start(logits, rows, params, end_ids, tops, deterministic)
+    count = 1
+    # A listener gets every token at once; otherwise a launch makes a block of them.
+    steps = np.int32(1 if any(output.stream for output in outputs) else BLOCK)
+    while True:
+        _collect(outputs, new, count)
+        alive = np.array([output.reason is None for output in outputs] + [False] * spare)
+        if not alive.any():
+            return
+        cache, rows, new = _block(model, cache, rows, params, end_ids, alive, tops, steps)
+        count = int(steps)
+
+
+def _collect(outputs: list[Output], new: tuple[jax.Array, ...], count: int) -> None:
+    tokens, logprobs, top_ids, top_logprobs = (np.asarray(x) for x in new)
+    for step in range(count):
+        for row, output in enumerate(outputs):
+            if output.reason is None:
+                output.push(
+                    int(tokens[row, step]), float(logprobs[row, step]), top_ids[row, step], top_logprobs[row, step]
+                )
+
+
+# ---- arrays only ---------------------------------------------------------------------------------------------------
+
+
+def generate_tokens(
+    model: Model,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | RowParams | None = None,
+    eos: Sequence[int] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Completes a batch of prompts; arrays in, arrays out, usable inside ``jax.jit``.
+
+    Args:
+        model: the model.
+        tokens: ``[B, T]`` int32, each row a prompt, left-aligned; what stands past its length does not matter.
+        lengths: ``[B]`` int32, tokens of each prompt; a row of length 0 stays empty.
+        key: a random key, from which each row gets its own; or ``[B]`` keys, one a row.
+        max_new_tokens: tokens to make at most (static).
+        sampling: options for all rows (no ``seed``, ``stop`` or ``logprobs``: ``key`` and ``eos`` take their place,
+            and log-probabilities are always returned), or ``jmla.sampling.RowParams`` of arrays (its keys are not
+            used). What is unset comes from the checkpoint, as in ``generate``.
+        eos: token ids that end a row; default the checkpoint's; ``()`` for none.
+
+    Returns:
+        ``tokens [B, T + max_new_tokens]`` int32: prompt, then completion, then zeros; ``lengths [B]`` of both
+        together; ``logprobs [B, max_new_tokens]`` float32 of the tokens made, zeros past the end.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes, or static options that do not fit.
+    """
+    max_new_tokens = SamplingParams(max_new_tokens=max_new_tokens).max_new_tokens or 1
+    vocab, limit = model.spec.config.vocab_size, context_limit(model)
+    for name, value, ndim in (("tokens", tokens, 2), ("lengths", lengths, 1)):
+        if np.ndim(value) != ndim or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise ValueError(f"Expected {name} to be an integer array of {ndim} axes, got shape {np.shape(value)}")
+    (batch, width), rows = np.shape(tokens), np.shape(lengths)[0]
+    if rows != batch or batch == 0 or width == 0:
+        raise ValueError(f"Expected tokens [B, T] and lengths [B] of one B >= 1, got {np.shape(tokens)} and [{rows}]")
+    if width + max_new_tokens > limit:
+        raise ValueError(
+            f"Expected tokens of width {width} and {max_new_tokens=} to fit max_seq_len={limit}, "
+            f"got {width + max_new_tokens} together"
+        )
+    if isinstance(lengths, np.ndarray):
+        if (lengths < 0).any() or (lengths > width).any():
+            raise ValueError(f"Expected lengths in 0..{width}, the width of tokens, got {lengths.tolist()}")
+        if isinstance(tokens, np.ndarray):
+            for row in range(batch):
+                if lengths[row]:
+                    check_token_ids(f"row {row} of tokens", tokens[row, : lengths[row]], vocab)
+    if isinstance(sampling, RowParams):
+        params = sampling
+    else:
+        given = sampling or SamplingParams()
+        if given.seed is not None or given.stop or given.logprobs is not None:
+            raise ValueError("Expected sampling without seed, stop and logprobs: pass key and eos instead")
+        params = RowParams.pack([given.over(default_params(model))] * batch)
+    ends = end_token_ids(model) if eos is None else tuple(eos)
+    if any(not isinstance(e, int | np.integer) or not 0 <= e < vocab for e in ends):
+        raise ValueError(f"Expected eos={ends} to hold token ids in 0..{vocab - 1}")
+    keys = _row_keys(key, batch)
+    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    return _generate_tokens(model, tokens, lengths, replace(params, keys=keys), max_new_tokens, ends)
+
+
+def _row_keys(key: jax.Array, batch: int) -> jax.Array:
+    """``[B, 2]`` uint32 key data of the rows, from one key or one key a row, of any key implementation."""
+    key = jnp.asarray(key) if not isinstance(key, jax.Array) else key
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed:
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"Expected key to be one random key, or one for each of the {batch} rows, got {key.shape}")
+    return jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
+
+
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "ends"))
+def _generate_tokens(
+    model: Model,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    params: RowParams,
+    max_new_tokens: int,
+    ends: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    batch, width = tokens.shape
+    vocab, deterministic = model.spec.config.vocab_size, model.spec.deterministic
+    end_ids = jnp.array(ends or (-1,), jnp.int32)
+    index = jnp.arange(batch)
+    cache = models.init_cache(model, batch, width + max_new_tokens)
+    logits, cache = models.prefill(model, tokens, lengths, cache, donate=False)
+    inside = jnp.arange(width) < lengths[:, None]
+    text = jnp.pad(jnp.where(inside, tokens, 0), ((0, 0), (0, max_new_tokens)))
+    logprobs = jnp.zeros((batch, max_new_tokens), jnp.float32)
+    rows = _Rows(
+        token=jnp.zeros(batch, jnp.int32),
+        made=jnp.zeros(batch, jnp.int32),
+        active=lengths > 0,
+        limit=jnp.full(batch, max_new_tokens, jnp.int32),
+        history=History.start(tokens, lengths, vocab),
+    )
+
+    def choose(logits: jax.Array, rows: _Rows, text: jax.Array, logprobs: jax.Array) -> tuple[_Rows, Any, Any]:
+        after, logprob = _choose(logits, rows, params, end_ids, deterministic)
+        at = jnp.where(rows.active, lengths + rows.made, width + max_new_tokens)  # past the end: dropped
+        text = text.at[index, at].set(after.token, mode="drop")
+        step = jnp.where(rows.active, rows.made, max_new_tokens)
+        return after, text, logprobs.at[index, step].set(logprob, mode="drop")
+
+    def body(carry: Any) -> Any:
+        cache, rows, text, logprobs = carry
+        logits, cache = models.decode(model, rows.token, cache, active=rows.active, donate=False)
+        return cache, *choose(logits, rows, text, logprobs)
+
+    carry = (cache, *choose(logits, rows, text, logprobs))
+    _, rows, text, logprobs = lax.while_loop(lambda c: jnp.any(c[1].active), body, carry)
+    return text, lengths + rows.made, logprobs

@@ -1,0 +1,142 @@
+"""From a checkpoint to a model that can speak."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jmla import hub
+from jmla.models import Model, make_model
+from jmla.models.checkpoint import load_params
+from jmla.models.config import read_config
+from jmla.models.spec import resolve_format
+from jmla.sampling import SamplingParams
+from jmla.tokenizer import Tokenizer
+
+PROGRESS_FROM = 2 << 30  # bytes of checkpoint from which a progress bar is shown
+
+
+@dataclass(frozen=True, eq=False)
+class TextSupport:
+    """What a checkpoint adds to its weights for text; a static part of ``Model``, compared by identity.
+
+    Attributes:
+        tokenizer: None if the checkpoint has none.
+        defaults: what generation_config.json sets.
+        end_token_ids: what generation_config.json gives as end tokens; None leaves it to config.json.
+    """
+
+    tokenizer: Tokenizer | None
+    defaults: SamplingParams
+    end_token_ids: tuple[int, ...] | None
+
+
+def read_text_support(path: Path) -> TextSupport:
+    """Reads tokenizer.json and generation_config.json of a checkpoint directory, both optional.
+
+    ``do_sample: false`` means greedy, whatever temperature stands beside it.
+
+    Raises:
+        ValueError: a file that cannot be read, or a value out of range; the message names the file.
+    """
+    tokenizer, file = Tokenizer.find(path), path / "generation_config.json"
+    if not file.is_file():
+        return TextSupport(tokenizer, SamplingParams(), None)
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError("not an object")
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        values = {name: given[name] for name in names if given.get(name) is not None}
+        if given.get("do_sample") is False:
+            values["temperature"] = 0.0
+        elif given.get("do_sample"):
+            values.setdefault("temperature", 1.0)
+        ends = given.get("eos_token_id")
+        if isinstance(ends, int):
+            ends = [ends]
+        if ends is not None and not (isinstance(ends, list) and all(isinstance(e, int) and e >= 0 for e in ends)):
+            raise ValueError(f"Expected eos_token_id={ends!r} to be a token id or a list of token ids")
+        return TextSupport(tokenizer, SamplingParams(**values), None if ends is None else tuple(ends))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+@contextmanager
+def _progress(path: Path) -> Iterator[Any]:
+    """A callback ``(bytes done, bytes in all)`` that draws a bar on a terminal if there is much to load, else None."""
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if size < PROGRESS_FROM or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("loading", total=size)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "bfloat16",
+    kv_layout: str = "auto",
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+    max_seq_len: int | None = None,
+) -> Model:
+    """Loads a checkpoint of DeepSeek-V4, DeepSeek-V3.2 or GLM-5.
+
+    Args:
+        path: a checkpoint directory in any published dialect; a hub id ``owner/name`` (needs huggingface-hub); or
+            ``"jmla-tiny-v4"``, the model that ships with the package.
+        dtype: "bfloat16" or "float32", of the weights; quantised ones are dequantised to it, and what the family
+            keeps in float32 stays so.
+        kv_layout: format of the cache. "auto" is the family's FP8 format: "footer584" for V4, "inline656" for V3.2
+            and GLM. "bfloat16" and "float32" keep every stream plain.
+        implementation: passed to every operation; None lets each choose the best that can run.
+        deterministic: results bitwise independent of batch mates and chunking, at some cost. Default False.
+        max_seq_len: most tokens of a sequence; default what the checkpoint allows.
+
+    Returns:
+        The model, on the default device.
+
+    Raises:
+        OSError, ImportError: nothing to load there (see ``jmla.hub.resolve``).
+        ValueError: an unsupported configuration or option, or tensors that do not fit; the message lists all.
+    """
+    directory = hub.resolve(path)
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
+    config = read_config(directory)
+    resolve_format(config, kv_layout)  # a wrong option should not wait for the weights
+    longest = config.max_position_embeddings
+    if max_seq_len is not None and not (isinstance(max_seq_len, int) and 1 <= max_seq_len <= longest):
+        raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the checkpoint's max_position_embeddings")
+    text = read_text_support(directory)
+    if text.tokenizer is not None and text.tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"Expected the tokenizer of {directory} to have at most vocab_size={config.vocab_size} ids, "
+            f"got {text.tokenizer.vocab_size}"
+        )
+    with _progress(directory) as progress:
+        params, report = load_params(directory, config, dtype, progress=progress)
+    return make_model(
+        config,
+        jax.device_put(params),
+        dtype=dtype,
+        kv_layout=kv_layout,
+        implementation=implementation,
+        deterministic=deterministic,
+        max_seq_len=max_seq_len,
+        drafting=report.drafting,
+        text=text,
+    )
