@@ -67,7 +67,7 @@ def int32_array(name: str, x: Any) -> jax.Array:
 def check_pool(pool: Any, layout: KVLayout, name: str = "pool") -> None:
     """Raises ValueError unless a pool's dtype and row of bytes are those of the layout, and int32 slots can reach it.
 
-    Quantised layouts take uint8 ``[pages, page_stride]``; plain ones also their own dtype, ``[pages, page_size * width]``.
+    Quantised layouts take uint8 ``[pages, page_stride]``; plain ones ``[pages, page_size * width]`` of their dtype too.
     """
     forms = [(jnp.dtype(jnp.uint8), layout.page_stride)]
     if layout.kind == "plain":
