@@ -1,10 +1,30 @@
 """The operations of sparse multi-head latent attention over paged caches."""
 
 from . import layouts
-from .checks import debug_checks
+from .checks import ValueCheckError, debug_checks
+from .compress import compress
 from .dispatch import report, target
+from .index_scores import index_scores
 from .kv_pack import kv_pack, kv_unpack
+from .layouts import KVLayout
 from .merge import merge
 from .resolve_slots import resolve_slots
+from .sparse_mla import sparse_mla
+from .top_k import top_k
 
-__all__ = ["debug_checks", "kv_pack", "kv_unpack", "layouts", "merge", "report", "resolve_slots", "target"]
+__all__ = [
+    "KVLayout",
+    "ValueCheckError",
+    "compress",
+    "debug_checks",
+    "index_scores",
+    "kv_pack",
+    "kv_unpack",
+    "layouts",
+    "merge",
+    "report",
+    "resolve_slots",
+    "sparse_mla",
+    "target",
+    "top_k",
+]

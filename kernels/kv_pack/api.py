@@ -42,9 +42,9 @@ def kv_pack(
 
     In float32: the first ``norm_weight.size`` values become ``x * rsqrt(mean(x^2) + eps) * norm_weight``; the last
     ``cos_sin.shape[-1]`` values are rotated as interleaved pairs, ``(e * cos - o * sin, o * cos + e * sin)``; index
-    rows are rotated by the Hadamard matrix if the layout says so; then the row is stored as the layout describes. Codes are
-    ``e4m3(x * (1 / scale))``, saturated at +-448. A finite row gives no NaN code; an infinity or a NaN spoils its own
-    tile only. The pad byte of a footer is written as 0; bytes between pages and other rows are not touched.
+    rows are rotated by the Hadamard matrix if the layout says so; then the row is stored as the layout describes. Codes
+    are ``e4m3(x * (1 / scale))``, saturated at +-448. A finite row gives no NaN code; an infinity or a NaN spoils its
+    own tile only. The pad byte of a footer is written as 0; bytes between pages and other rows are not touched.
 
     Under jit with the pool donated the rows are written in place. Differentiable for typed plain pools of bf16 or f32.
 

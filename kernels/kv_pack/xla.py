@@ -97,7 +97,7 @@ def _normalise(rows: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _row_sum(x: jax.Array) -> jax.Array:
-    """Sums the last axis by halves, ``[R, 1]``: the order, unlike a reduction's, does not depend on the number of rows."""
+    """Sums the last axis by halves, ``[R, 1]``: unlike a reduction, in an order that does not depend on R."""
     width = 1 << (x.shape[-1] - 1).bit_length()
     x = jnp.pad(x, ((0, 0), (0, width - x.shape[-1])))
     while width > 1:

@@ -30,8 +30,8 @@ def resolve_slots(
     ``slot = table[rows, local // page_size] * page_size + local % page_size + layer_offset``, and -1 where the local id
     is negative or past the table's width, the table holds no page (-1), the row is a padding row (outside the table),
     or the slot would not fit int32. The bound is that of the row's own table entry, so an id past a request's pages
-    never lands in those of another. Ids stay in their columns; the length of a row is 1 + its last valid column, a bound
-    on columns and not a count. Any width is served.
+    never lands in those of another. Ids stay in their columns; the length of a row is 1 + its last valid column, a
+    bound on columns and not a count. Any width is served.
 
     The window of a query at position p with length L is the raw positions ``max(p - L + 1, 0) .. p``: column j is
     ``max(p - L + 1, 0) + j``, ascending and left-packed, -1 past p.
