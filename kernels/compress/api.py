@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from .. import dispatch
+from ..checks import check_dtype, check_float, check_shape, int32_array
 from . import xla
 
 PAGE_TOKENS = 256  # raw tokens of a page; whole windows must fill it
+
+dispatch.register("compress", "xla", xla.compress)
 
 
 def compress(
@@ -17,6 +21,7 @@ def compress(
     ratio: int,
     overlap: bool,
     ape: jax.Array,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Pools each window of ``ratio`` tokens into one entry; whole sequence, chunk and single step are the same call.
 
@@ -39,6 +44,7 @@ def compress(
         ratio: tokens a window; divides 256.
         overlap: whether an entry also pools the previous window.
         ape: ``[ratio, W]`` bias of the gates, row ``p % ratio``.
+        implementation: "xla", or None for the best.
 
     Returns:
         Entries ``[B, T // ratio + 1, d]`` float32, entry e of row b being window ``positions[b, 0] // ratio + e``, or
@@ -48,40 +54,26 @@ def compress(
         TypeError: a dtype other than stated.
         ValueError: a shape or ratio other than stated, as for a state that was saved at another ratio.
     """
-    _check(values, gates, state, positions, ratio, overlap, ape)
-    return xla.compress(values, gates, state, positions, ratio=ratio, overlap=overlap, ape=ape)
-
-
-def _check(
-    values: jax.Array,
-    gates: jax.Array,
-    state: jax.Array,
-    positions: jax.Array,
-    ratio: int,
-    overlap: bool,
-    ape: jax.Array,
-) -> None:
+    positions = int32_array("positions", positions)
+    for name, array in (("values", values), ("gates", gates), ("ape", ape)):
+        check_float(name, array)
+    check_dtype("state", state, jnp.float32)
     if ratio < 2 or PAGE_TOKENS % ratio:
         raise ValueError(f"Expected {ratio=} to divide a page of {PAGE_TOKENS} tokens; supported: 2, 4, 8, .. 256")
-    for name, array in (("values", values), ("gates", gates), ("ape", ape)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"Expected {name} to be floating point, got {array.dtype}")
-    if state.dtype != jnp.float32:
-        raise TypeError(f"Expected state to be float32, got {state.dtype}")
-    if positions.dtype != jnp.int32:
-        raise TypeError(f"Expected positions to be int32, got {positions.dtype}")
-    if values.ndim != 3 or gates.shape != values.shape:
-        raise ValueError(f"Expected values and gates to be [B, T, W] alike, got {values.shape=}, {gates.shape=}")
+    check_shape("values", values, (None, None, None), "[B, T, W]")
     batch, steps, width = values.shape
-    if positions.shape != (batch, steps):
-        raise ValueError(f"Expected {positions.shape=} to be {(batch, steps)} for {values.shape=}")
     if overlap and width % 2:
         raise ValueError(f"Expected the {width=} of values to be even with {overlap=}")
-    if ape.shape != (ratio, width):
-        raise ValueError(f"Expected {ape.shape=} to be {(ratio, width)} for {ratio=}, {values.shape=}")
-    span = ratio * (2 if overlap else 1)
-    if state.ndim != 3 or state.shape[0] != batch or state.shape[1] < span or state.shape[2] != 2 * width:
+    check_shape("gates", gates, (batch, steps, width), "[B, T, W]")
+    check_shape("positions", positions, (batch, steps), "[B, T]")
+    check_shape("ape", ape, (ratio, width), "[ratio, W]")
+    check_shape("state", state, (batch, None, 2 * width), "[B, ring, 2 * W]")
+    slots = ratio * (2 if overlap else 1)
+    if state.shape[1] < slots:
         raise ValueError(
-            f"Expected {state.shape=} to be [{batch}, >= {span}, {2 * width}] for {ratio=}, {overlap=} and "
-            f"{values.shape=}; a state saved at another ratio cannot be used"
+            f"Expected {state.shape=} to have a ring of at least {slots} for {ratio=}, {overlap=}; "
+            "a state saved at another ratio cannot be used"
         )
+    arrays = (jnp.asarray(values), jnp.asarray(gates), jnp.asarray(state), positions, jnp.asarray(ape))
+    shapes = {"B": batch, "T": steps, "W": width, "ratio": ratio, "overlap": overlap}
+    return dispatch.call("compress", implementation, shapes, *arrays, ratio=ratio, overlap=overlap)

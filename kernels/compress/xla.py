@@ -11,10 +11,10 @@ def compress(
     gates: jax.Array,
     state: jax.Array,
     positions: jax.Array,
+    ape: jax.Array,
     *,
     ratio: int,
     overlap: bool,
-    ape: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``jmla.kernels.compress``."""
     batch, steps, width = values.shape

@@ -3,10 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from .. import dispatch
+from ..checks import check_float, check_shape, int32_array
 from . import xla
 
+dispatch.register("top_k", "xla", xla.top_k)
 
-def top_k(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
+
+def top_k(scores: jax.Array, lengths: jax.Array | None, k: int, *, implementation: str | None = None) -> jax.Array:
     """The columns of the k largest scores of each row, exactly.
 
     Sorted by score, largest first, equal scores (0.0 and -0.0 are equal) by column. Columns from ``lengths`` on, -inf
@@ -17,6 +21,7 @@ def top_k(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
         scores: ``[R, n]`` float.
         lengths: ``[R]`` int32 columns of each row that count, or None for all; zero or less: none.
         k: columns to choose; may exceed n.
+        implementation: "xla", or None for the best.
 
     Returns:
         ``[R, k]`` int32.
@@ -25,15 +30,12 @@ def top_k(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
         TypeError: a dtype other than stated.
         ValueError: a shape or k other than stated.
     """
-    if not jnp.issubdtype(scores.dtype, jnp.floating):
-        raise TypeError(f"Expected scores to be floating point, got {scores.dtype}")
-    if scores.ndim != 2:
-        raise ValueError(f"Expected {scores.shape=} to be [R, n]")
+    check_float("scores", scores)
+    check_shape("scores", scores, (None, None), "[R, n]")
     if k < 1:
         raise ValueError(f"Expected {k=} to be at least 1")
+    rows, n = scores.shape
     if lengths is not None:
-        if lengths.dtype != jnp.int32:
-            raise TypeError(f"Expected lengths to be int32, got {lengths.dtype}")
-        if lengths.shape != scores.shape[:1]:
-            raise ValueError(f"Expected {lengths.shape=} to be {scores.shape[:1]} for {scores.shape=}")
-    return xla.top_k(scores, lengths, k)
+        lengths = int32_array("lengths", lengths)
+        check_shape("lengths", lengths, (rows,), "[R]")
+    return dispatch.call("top_k", implementation, {"R": rows, "n": n, "k": k}, jnp.asarray(scores), lengths, k=k)

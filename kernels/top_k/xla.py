@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def top_k(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
+def top_k(scores: jax.Array, lengths: jax.Array | None, *, k: int) -> jax.Array:
     """See ``jmla.kernels.top_k``."""
     n = scores.shape[1]
     scores = scores.astype(jnp.float32)
