@@ -102,8 +102,8 @@ def from_bytes(raw: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 def hadamard(x: jax.Array) -> jax.Array:
     """The orthonormal Walsh-Hadamard transform of the last axis (Sylvester order), its own inverse.
 
-    Element by element (log2 W stages of sums and differences, then one multiplication by W^-0.5), so that the bits of a
-    row do not depend on the number of rows.
+    Element by element (log2 W stages of half sums and half differences, then one multiplication by W^0.5), so that the
+    bits of a row do not depend on the number of rows, and no intermediate overflows; a result beyond float32 saturates.
 
     Args:
         x: ``[..., W]`` float, W a power of two.
@@ -119,6 +119,8 @@ def hadamard(x: jax.Array) -> jax.Array:
     while half < width:
         pairs = y.reshape(*x.shape[:-1], width // (2 * half), 2, half)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
+        a, b = 0.5 * a, 0.5 * b
         y = jnp.stack([a + b, a - b], axis=-2)
         half *= 2
-    return y.reshape(x.shape) * jnp.float32(width**-0.5)
+    largest = jnp.finfo(jnp.float32).max
+    return jnp.clip(y.reshape(x.shape) * jnp.float32(width**0.5), -largest, largest)

@@ -24,7 +24,7 @@ def resolve_slots(
     """See ``jmla.kernels.resolve_slots``."""
     extra = None if local is None else _convert(local, rows, table, page_size, layer_offset)
     if window_table is None or positions is None or window_offset is None or window_sizes is None:
-        return extra, _bound(extra)
+        return None if extra is None else (extra, _bound(extra))
     window_page_size, length = window_sizes
     ids = jnp.maximum(positions - length + 1, 0)[:, None] + jnp.arange(length, dtype=jnp.int32)
     ids = jnp.where(ids <= positions[:, None], ids, -1)
