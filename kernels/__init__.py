@@ -9,11 +9,13 @@ from .kv_pack import kv_pack, kv_unpack
 from .layouts import KVLayout
 from .merge import merge
 from .resolve_slots import resolve_slots
-from .sparse_mla import sparse_mla
+from .sparse_mla import Epilogue, Quantised, sparse_mla
 from .top_k import top_k
 
 __all__ = [
+    "Epilogue",
     "KVLayout",
+    "Quantised",
     "ValueCheckError",
     "compress",
     "debug_checks",

@@ -71,8 +71,8 @@ def index_scores(
     else:
         end, table = int32_array("lengths", lengths), int32_array("table", table)
         start = jnp.zeros_like(end)
-    check_shape("start", start, (rows,), "[R]")
-    check_shape("lengths" if bounds is None else "end", end, (rows,), "[R]")
+    check_shape("lengths" if bounds is None else "bounds[1]", end, (rows,), "[R]")
+    check_shape("bounds[0]", start, (rows,), "[R]")
     check_shape("table", table, (None, None), "[B, W]")
     if table.shape[0] == 0 or rows % table.shape[0]:
         raise ValueError(

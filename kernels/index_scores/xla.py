@@ -48,6 +48,8 @@ def index_scores(
     batch, pages = table.shape
     rows, heads, dim = q.shape
     steps, columns = rows // batch, pages * layout.page_size
+    if rows == 0 or columns == 0 or pool.shape[0] == 0:
+        return jnp.full((rows, columns), -jnp.inf)
     tile = max(1, MATRIX_ROWS // heads)
     row_tiles, key_tiles = -(-steps // tile), -(-columns // KEY_TILE)
 
@@ -63,7 +65,8 @@ def index_scores(
         def score(q_tile: jax.Array, weight_tile: jax.Array, keys: jax.Array) -> jax.Array:
             flat = q_tile.reshape(tile * heads, dim).astype(jnp.float32)
             dots = jnp.einsum("md,nd->mn", flat, keys, precision=precision).reshape(tile, heads, KEY_TILE)
-            return jnp.sum(jax.nn.relu(dots) * weight_tile[..., None], axis=1)
+            positive = jnp.where(dots <= 0, 0, dots)  # not a maximum, which may swallow NaN
+            return jnp.sum(positive * weight_tile[..., None], axis=1)
 
         scores = jax.lax.cond(
             jnp.any(inside), score, lambda *_: jnp.zeros((tile, KEY_TILE), jnp.float32), q_tile, weight_tile, keys
