@@ -110,8 +110,8 @@ def debug_checks() -> Iterator[None]:
     try:
         with _checking(True):
             yield
-            jax.effects_barrier()
     finally:
+        jax.effects_barrier()
         with _lock:
             _failures.remove(found)
     if found:

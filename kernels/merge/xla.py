@@ -17,10 +17,7 @@ def merge(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -> tuple[ja
     out = jnp.sum(weights[..., None] * values, axis=0) / safe[..., None]
     lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
     if sinks is not None:
-        out = out * jnp.where(some & (sinks != jnp.inf), keep(jnp.where(some, lse, 0.0), sinks), 0.0)[..., None]
+        # The share that the sink leaves to the keys, 1 / (1 + exp(sink - lse)), without overflow.
+        share = jax.nn.sigmoid(jnp.where(some, lse, 0.0) - sinks)
+        out = out * jnp.where(some, share, 0.0)[..., None]
     return out.astype(outs.dtype), lse
-
-
-def keep(lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """The share of the softmax that a sink leaves to the keys: ``1 / (1 + exp(sink - lse))``, without overflow."""
-    return jax.nn.sigmoid(lse - sinks)

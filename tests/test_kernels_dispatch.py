@@ -1,0 +1,200 @@
+"""The choice of implementations, its report, and value checks that cost nothing when off."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmla import kernels
+from jmla.kernels import checks, dispatch, layouts
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An operation with a CUDA implementation (adds 100, refuses few heads) before the XLA one (adds 1)."""
+    monkeypatch.setattr(dispatch, "_registry", dict(dispatch._registry))
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.delenv("JMLA_DISABLE", raising=False)
+
+    def why_not(where: dispatch.Target, shapes: dict) -> str | None:
+        if where.compute_capability == 75:
+            return "needs compute capability 80"
+        return f"heads={shapes['heads']} below 8" if shapes["heads"] < 8 else None
+
+    dispatch.register("toy", "triton", lambda x, add: x + 100 * add, platform="cuda", why_not=why_not)
+    dispatch.register("toy", "xla", lambda x, add: x + add)
+    return "toy"
+
+
+def run(x: jax.Array, heads: int = 16, implementation: str | None = None) -> jax.Array:
+    return dispatch.call("toy", implementation, {"heads": heads}, x, add=1)
+
+
+def test_choice_follows_the_arrays_and_is_logged_once(toy: str, caplog: pytest.LogCaptureFixture) -> None:
+    x = jax.device_put(jnp.zeros(2), jax.devices("cpu")[0])
+    with caplog.at_level(logging.INFO, "jmla.kernels"):
+        assert run(x).tolist() == [1, 1]
+        run(x)
+        run(x, heads=4)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "toy [heads=16] is served by xla; not triton: runs on cuda, the target is cpu",
+        "toy [heads=4] is served by xla; not triton: runs on cuda, the target is cpu",
+    ]
+    assert all(record.levelno == logging.INFO for record in caplog.records)
+
+
+def test_choice_inside_jit_is_left_to_the_lowering(toy: str) -> None:
+    assert jax.jit(run)(jnp.zeros(2)).tolist() == [1, 1]
+    traced = jax.jit(run).trace(jnp.zeros(2))
+    cuda = traced.lower(lowering_platforms=("cuda",)).as_text()
+    cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "1.000000e+02" in cuda
+    assert "1.000000e+02" not in cpu
+    assert dispatch.report()[-1].implementation == "triton on cuda or xla"
+
+
+def test_target_context_chooses_and_retraces(toy: str) -> None:
+    step = jax.jit(run)
+    assert "1.000000e+02" not in step.lower(jnp.zeros(2)).as_text()
+    with kernels.target(compute_capability=90) as where:
+        assert where == dispatch.Target("cuda", 90)
+        assert "1.000000e+02" in step.trace(jnp.zeros(2)).lower(lowering_platforms=("cuda",)).as_text()
+        assert dispatch.report()[-1].others == (("xla", "triton comes first"),)
+    with kernels.target(compute_capability=75):
+        assert "1.000000e+02" not in step.trace(jnp.zeros(2)).lower(lowering_platforms=("cuda",)).as_text()
+        assert dispatch.report()[-1].others == (("triton", "needs compute capability 80"),)
+    with kernels.target(platform="cpu"):
+        assert step(jnp.zeros(2)).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="platform"), kernels.target(compute_capability=90, platform="cpu"):
+        pass
+    with pytest.raises(ValueError, match="compute_capability"), kernels.target():
+        pass
+
+
+def test_a_named_implementation_that_cannot_run_is_an_error_with_the_reason(toy: str) -> None:
+    x = jnp.zeros(2)
+    assert run(x, implementation="xla").tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"triton of toy cannot run: runs on cuda.*supported: xla"):
+        run(x, implementation="triton")
+    with kernels.target(compute_capability=90), pytest.raises(ValueError, match="heads=4 below 8"):
+        run(x, heads=4, implementation="triton")
+    with pytest.raises(ValueError, match="triton, xla"):
+        run(x, implementation="cute")
+
+
+def test_operator_switch(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JMLA_DISABLE", "cute, triton")
+    with kernels.target(compute_capability=90):
+        assert run(jnp.zeros(2)).tolist() == [1, 1]
+        assert dispatch.report()[-1].others == (("triton", "disabled by JMLA_DISABLE"),)
+        with pytest.raises(ValueError, match="disabled by JMLA_DISABLE"):
+            run(jnp.zeros(2), implementation="triton")
+    monkeypatch.setenv("JMLA_DISABLE", "xla,triton")
+    with pytest.raises(ValueError, match="No implementation of toy"):
+        run(jnp.zeros(2))
+    monkeypatch.setenv("JMLA_DISABLE", "trition")
+    with pytest.raises(ValueError, match="trition"):
+        run(jnp.zeros(2))
+
+
+def test_report_is_a_table(toy: str) -> None:
+    run(jnp.zeros(2))
+    kernels.merge(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3)))
+    rows = kernels.report()
+    assert [(row.op, row.implementation) for row in rows] == [("toy", "xla"), ("merge", "xla")]
+    lines = str(rows).splitlines()
+    assert lines[0].split() == ["operation", "serves", "shapes", "others"]
+    assert lines[1].split()[:3] == ["toy", "xla", "heads=16"]
+    assert "triton: runs on cuda, the target is cpu" in lines[1]
+
+
+def test_every_operation_has_an_xla_implementation_and_takes_its_name() -> None:
+    ops = ("kv_pack", "kv_unpack", "resolve_slots", "merge", "sparse_mla", "index_scores", "top_k", "compress")
+    for op in ops:
+        assert "xla" in dispatch.implementations(op)
+        assert callable(getattr(kernels, op))
+    with pytest.raises(ValueError, match="name"):
+        dispatch.register("toy", "mosaic", lambda: None)
+
+
+LAYOUT = layouts.footer584(4, nope=24, rope=8)
+
+
+def operations(pool: jax.Array, rows: jax.Array, slots: jax.Array) -> tuple:
+    """Every operation once, on small shapes."""
+    pool = kernels.kv_pack(rows, slots, pool, layout=LAYOUT)
+    read = kernels.kv_unpack(pool, slots, layout=LAYOUT)
+    table, row = jnp.array([[0, 1]]), jnp.array([0])
+    index = layouts.index132(4, width=16)
+    keys = kernels.kv_pack(rows[:, :16], slots, index.zeros(2), layout=index)
+    scores = kernels.index_scores(
+        rows[:1, None, :16], jnp.ones((1, 1)), keys, layout=index, lengths=jnp.array([2]), table=table
+    )
+    chosen, lengths = kernels.resolve_slots(kernels.top_k(scores, jnp.array([2]), 2), row, table, page_size=4)
+    out, lse = kernels.sparse_mla(rows[:1, None], pool, chosen, lengths, layout=LAYOUT, scale=1.0)
+    state = jnp.zeros((1, 8, 16))
+    entries = kernels.compress(
+        rows[None, :, :8],
+        rows[None, :, :8],
+        state,
+        jnp.array([[0, 1]]),
+        ratio=4,
+        overlap=True,
+        ape=jnp.zeros((4, 8)),
+    )
+    return read, kernels.merge(out[None], lse[None]), entries
+
+
+def test_value_checks_cost_nothing_when_off() -> None:
+    args = (LAYOUT.zeros(2), jnp.ones((2, 32)), jnp.array([0, 1]))
+    assert "callback" not in str(jax.make_jaxpr(operations)(*args))
+    with kernels.debug_checks():
+        assert "callback" in str(jax.make_jaxpr(operations)(*args))
+    assert "callback" not in str(jax.make_jaxpr(operations)(*args))
+
+
+def test_checks_reach_functions_that_were_compiled_before() -> None:
+    step = jax.jit(operations)
+    pool, rows = LAYOUT.zeros(2), jnp.ones((2, 32))
+    jax.block_until_ready(step(pool, rows, jnp.array([0, 9])))  # 9 is a hole, silently
+    with pytest.raises(kernels.ValueCheckError, match=r"slots\[1\] = 9"), kernels.debug_checks():
+        step(pool, rows, jnp.array([0, 9]))
+    with kernels.debug_checks():
+        step(pool, rows, jnp.array([0, 1]))
+    jax.block_until_ready(step(pool, rows, jnp.array([0, 9])))
+
+
+def test_an_error_inside_the_context_is_not_hidden() -> None:
+    with pytest.raises(KeyError), kernels.debug_checks():
+        raise KeyError("mine")
+    assert not checks.checking()
+
+
+def test_a_compiled_check_outside_a_context_raises_by_itself() -> None:
+    def check(x: jax.Array) -> jax.Array:
+        checks.check_values("op", "x", x < 0, x, "to be at least 0")
+        return x + 1
+
+    np.testing.assert_array_equal(jax.jit(check)(jnp.array([1, 2])), [2, 3])
+
+    def run_to_the_end() -> None:
+        jax.block_until_ready(jax.jit(check)(jnp.array([1, -2])))
+        jax.effects_barrier()
+
+    with pytest.raises(Exception, match=r"x\[1\] = -2"):  # JAX wraps errors of callbacks in a type of its own
+        run_to_the_end()
+
+
+def test_host_integers_are_checked_before_jax_cuts_them() -> None:
+    assert checks.int32_array("x", [1, -1]).dtype == jnp.int32
+    assert checks.int32_array("x", []).shape == (0,)
+    assert checks.int32_array("x", np.array([2**31 - 1], np.uint64)).tolist() == [2**31 - 1]
+    for bad in ([2**31], np.array([2**32 + 3]), np.array([2**63], np.uint64), -(2**31) - 1):
+        with pytest.raises(ValueError, match="int32"):
+            checks.int32_array("x", bad)
+    for bad in ([0.5], np.array([True]), jnp.array([1.0])):
+        with pytest.raises(TypeError, match="int32"):
+            checks.int32_array("x", bad)
