@@ -13,7 +13,7 @@ MATRIX_ROWS = 256  # rows times heads of one product, so that its arithmetic is 
 MIN_AMAX = 1e-4
 
 
-def quantize_query(q: jax.Array, weights: jax.Array, layout: KVLayout) -> tuple[jax.Array, jax.Array]:
+def quantise_query(q: jax.Array, weights: jax.Array, layout: KVLayout) -> tuple[jax.Array, jax.Array]:
     """What meets quantised keys: e4m3 codes of q as float32, and weights that hold the scale of each row and head."""
     q = q.astype(jnp.float32)
     if layout.hadamard:
@@ -76,7 +76,7 @@ def index_scores(
     def one_request(args: Any) -> jax.Array:
         *by_row, pages_of = args
         if layout.kind == "index":
-            by_row[:2] = jax.lax.map(lambda rows: quantize_query(*rows, layout), (by_row[0], by_row[1]))
+            by_row[:2] = jax.lax.map(lambda rows: quantise_query(rows[0], rows[1], layout), (by_row[0], by_row[1]))
         longest, earliest = jnp.max(by_row[3]), jnp.min(jnp.where(by_row[3] > by_row[2], by_row[2], columns))
 
         def key_tile(column: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def sparse_mla(
     slots = [split(source.slots(), -1) for source in sources]
     result = jax.lax.map(jax.checkpoint(one_tile), (by_row, slots))
     out, lse = jax.tree.map(lambda x: x.reshape(tiles * ROW_TILE, *x.shape[2:])[:rows], result)
-    return (out if epilogue is None else assemble(*out, epilogue)), lse
+    return (out if epilogue is None else assemble(out[0], out[1], epilogue)), lse
 
 
 def _attend(
