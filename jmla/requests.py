@@ -41,6 +41,8 @@ def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(prompts, str):
         return [prompts], True
     if isinstance(prompts, np.ndarray | jax.Array):
+        if prompts.ndim not in (1, 2):
+            raise ValueError(f"Expected prompts as an array to have one or two axes, got shape {prompts.shape}")
         array = np.asarray(prompts)
         return (list(array), False) if array.ndim == 2 else ([array], True)
     if not isinstance(prompts, Iterable):

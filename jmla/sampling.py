@@ -161,9 +161,10 @@ class RowParams:
             return np.array([getattr(row, name) for row in full], dtype)
 
         seeds = column("seed", np.uint64)
+        keys: Any = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
         top_k: Any = np.minimum([row.top_k or 0 for row in full], 2**31 - 1).astype(np.int32)
         return cls(
-            keys=np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32),
+            keys=keys,
             temperature=column("temperature"),
             top_k=top_k,
             top_p=column("top_p"),

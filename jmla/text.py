@@ -1,9 +1,9 @@
 """What a checkpoint directory holds for text: tokenizer and generation defaults."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from jmla.models.config import read_generation_config
 from jmla.sampling import SamplingParams
 from jmla.tokenizer import Tokenizer
 
@@ -18,9 +18,9 @@ class TextSupport:
         end_token_ids: what generation_config.json gives as end tokens; None leaves it to config.json.
     """
 
-    tokenizer: Tokenizer | None
-    defaults: SamplingParams
-    end_token_ids: tuple[int, ...] | None
+    tokenizer: Tokenizer | None = None
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    end_token_ids: tuple[int, ...] | None = None
 
 
 def read_text_support(path: Path) -> TextSupport:
@@ -29,26 +29,18 @@ def read_text_support(path: Path) -> TextSupport:
     ``do_sample: false`` means greedy, whatever temperature stands beside it.
 
     Raises:
-        ValueError: a file that cannot be read, or a value out of range; the message names the file.
+        ValueError: a file that cannot be read, or a value out of range.
     """
-    tokenizer, file = Tokenizer.find(path), path / "generation_config.json"
-    if not file.is_file():
-        return TextSupport(tokenizer, SamplingParams(), None)
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(given, dict):
-            raise ValueError("not an object")
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        values = {name: given[name] for name in names if given.get(name) is not None}
-        if given.get("do_sample") is False:
-            values["temperature"] = 0.0
-        elif given.get("do_sample"):
-            values.setdefault("temperature", 1.0)
-        ends = given.get("eos_token_id")
-        if isinstance(ends, int):
-            ends = [ends]
-        if ends is not None and not (isinstance(ends, list) and all(isinstance(e, int) and e >= 0 for e in ends)):
-            raise ValueError(f"Expected eos_token_id={ends!r} to be a token id or a list of token ids")
-        return TextSupport(tokenizer, SamplingParams(**values), None if ends is None else tuple(ends))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    given = read_generation_config(path)
+    temperature = given.temperature
+    if given.do_sample is not None:
+        temperature = (1.0 if temperature is None else temperature) if given.do_sample else 0.0
+    defaults = SamplingParams(
+        temperature=temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        max_new_tokens=given.max_new_tokens,
+    )
+    return TextSupport(Tokenizer.find(path), defaults, given.eos_token_id or None)

@@ -51,7 +51,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tokenizer):
     """A model with text: ids that no greedy completion of it makes end it."""
-    return dataclasses.replace(model_of(), text=TextSupport(tokenizer, SamplingParams(), ()))
+    return dataclasses.replace(model_of(), text=TextSupport(tokenizer))
 
 
 def by_hand(model, prompt, count):

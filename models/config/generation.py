@@ -17,6 +17,9 @@ class GenerationDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
     do_sample: bool | None = None
     eos_token_id: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -36,10 +39,16 @@ def generation_from_dict(values: Mapping[str, Any]) -> GenerationDefaults:
     top_p = fields.number("top_p", None)
     if top_p is not None and top_p > 1:
         raise unsupported("top_p", top_p, "in (0, 1]")
+    min_p = fields.get("min_p", (int, float), "a number", None)
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise unsupported("min_p", min_p, "in [0, 1]")
     return GenerationDefaults(
         temperature=None if temperature is None else float(temperature),
         top_p=top_p,
         top_k=fields.integer("top_k", None, low=0),
+        min_p=min_p,
+        repetition_penalty=fields.number("repetition_penalty", None),
+        max_new_tokens=fields.integer("max_new_tokens", None),
         do_sample=fields.get("do_sample", bool, "true or false", None),
         eos_token_id=fields.tokens("eos_token_id"),
         bos_token_id=fields.token("bos_token_id"),
