@@ -22,6 +22,7 @@ ALIASES = {
     "n_routed_experts": ("num_experts", "num_local_experts"),
     "torch_dtype": ("dtype",),
 }
+SPARSE_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # what transformers calls every layer of these models
 PATTERN = {"F": "full", "S": "shared"}
 
 
@@ -101,7 +102,7 @@ def read_dsa(values: Mapping[str, Any]) -> DsaConfig:
         raise unsupported("rope_interleave", False, "true")
     layers = fields.integer("num_hidden_layers")
     if fields.has("layer_types"):
-        fields.items("layer_types", ("deepseek_sparse_attention",), layers)
+        fields.items("layer_types", SPARSE_TYPES, layers)
     theta, yarn = _rope(fields)
     one = 1 if glm else ...
     config = DsaConfig(
