@@ -42,13 +42,13 @@ def generate(
     max_seq_len: Annotated[int | None, typer.Option(help="Most tokens of a sequence.")] = None,
 ) -> None:
     """Continue PROMPT, printing text as it is made. What is not set comes from the checkpoint."""
+    if len(words) > 2:
+        raise typer.BadParameter(f"expected [PATH] PROMPT, got {len(words)} arguments; quote the prompt")
     from jmla import bundled
     from jmla.generation import generate as complete
     from jmla.loading import load
     from jmla.sampling import SamplingParams
 
-    if len(words) > 2:
-        raise typer.BadParameter(f"expected [PATH] PROMPT, got {len(words)} arguments; quote the prompt")
     prompt = words[-1] if words[-1] != "-" else sys.stdin.read()
     params = SamplingParams(
         temperature=temperature,

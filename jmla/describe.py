@@ -27,7 +27,7 @@ def parameter_counts(config: Any) -> dict[str, int]:
             draft += size
             continue
         total += size
-        routed = "moe" in keys and keys[-1] in ("gate_up", "down")
+        routed = keys[-2] == "moe" and keys[-1] in ("gate_up", "down")  # the stacked experts
         active += int(size * share) if routed else size
     return {"total": total, "active": active, "draft": draft}
 

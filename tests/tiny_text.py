@@ -9,15 +9,15 @@ BOS, EOS = "<|begin|>", "<|end|>"  # ids 0 and 1
 SAMPLE = ["the quick brown fox jumps over the lazy dog, and the dog sleeps on"] * 4
 
 
-def write_tokenizer(path: Path, vocab_size: int = 300, *, add_bos: bool | None = None) -> Path:
-    """Writes tokenizer.json (all 256 bytes, BOS, EOS and some merges) into ``path``."""
+def write_tokenizer(path: Path, vocab_size: int = 300, *, every_byte: bool = True, add_bos: bool | None = None) -> Path:
+    """Writes tokenizer.json (all 256 bytes, or the sample's only; BOS, EOS and some merges) into ``path``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if every_byte else [],
         show_progress=False,
     )
     tokenizer.train_from_iterator(SAMPLE, trainer)
