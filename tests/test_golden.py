@@ -18,7 +18,7 @@ MAX_SEQ_LEN = 512
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A golden case and the model loaded from its checkpoint. The forward pass runs once, on first use."""
+    """A golden case and the model loaded from its checkpoint. Forward pass and prefill run once, on first use."""
 
     golden: Any
     model: Any
@@ -34,9 +34,15 @@ class Loaded:
         logits, selected = jmla.forward(self.model, self.sequence[None], return_selected=True)
         return np.asarray(logits[0]), {layer: np.asarray(rows[0]) for layer, rows in selected.items()}
 
-    def prefill(self, tokens: np.ndarray, **options: Any) -> Any:
+    @functools.cached_property
+    def prefilled(self) -> tuple[np.ndarray, Any, Any]:
+        """Logits ``[T, V]`` and draft states ``[1, T, ...]`` of the prompt, and the cache that holds it."""
+        tokens = self.golden.arrays["prompt"]
         cache = jmla.init_cache(self.model, 1, MAX_SEQ_LEN)
-        return jmla.prefill(self.model, tokens[None], np.array([len(tokens)]), cache, **options)
+        logits, hidden, cache = jmla.prefill(
+            self.model, tokens[None], np.array([len(tokens)]), cache, all_logits=True, return_hidden=True
+        )
+        return np.asarray(logits[0]), hidden, cache
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -85,33 +91,34 @@ def test_forward_index_sets(case):
 
 def test_prefill_logits(case):
     """Through the cache. Every position agrees with the forward pass, so the index sets do too."""
-    logits, cache = case.prefill(case.sequence, all_logits=True)
-    logits = np.asarray(logits[0])
-    assert int(cache.lengths[0]) == len(case.sequence)
-    assert_allclose(logits[case.golden.arrays["logits_at"]], case.golden.arrays["logits"], rtol=0, atol=TOLERANCE)
-    assert_allclose(logits, case.forward[0], rtol=0, atol=TOLERANCE)
+    arrays = case.golden.arrays
+    logits, _, cache = case.prefilled
+    assert int(cache.lengths[0]) == len(arrays["prompt"])
+    within = arrays["logits_at"] < len(arrays["prompt"])
+    assert_allclose(logits[arrays["logits_at"][within]], arrays["logits"][within], rtol=0, atol=TOLERANCE)
+    assert_allclose(logits, case.forward[0][: len(logits)], rtol=0, atol=TOLERANCE)
 
 
 def test_greedy_decode(case):
-    arrays = case.golden.arrays
-    logits, cache = case.prefill(arrays["prompt"])
-    stored = {int(at): row for at, row in zip(arrays["logits_at"], arrays["logits"], strict=True)}
-    tokens = []
-    for step in range(len(arrays["greedy"])):
-        tokens.append(int(np.argmax(np.asarray(logits[0]))))
-        logits, cache = jmla.decode(case.model, np.array(tokens[-1:]), cache)
-        if len(arrays["prompt"]) + step in stored and tokens == arrays["greedy"][: step + 1].tolist():
-            row = stored[len(arrays["prompt"]) + step]
-            assert_allclose(np.asarray(logits[0]), row, rtol=0, atol=TOLERANCE, err_msg=f"{step=}")
-    assert tokens == arrays["greedy"].tolist()
+    """Token by token through the cache: the same tokens, and at every step the logits of the forward pass."""
+    greedy = case.golden.arrays["greedy"].tolist()
+    logits, _, cache = case.prefilled
+    newest, cache, tokens = logits[-1], jmla.copy(cache), []
+    for expected in case.forward[0][len(logits) :]:
+        tokens.append(int(np.argmax(newest)))
+        assert tokens == greedy[: len(tokens)]
+        newest, cache = jmla.decode(case.model, np.array(tokens[-1:]), cache)
+        newest = np.asarray(newest[0])
+        assert_allclose(newest, expected, rtol=0, atol=TOLERANCE, err_msg=f"after {len(tokens)} tokens")
+    assert tokens == greedy
 
 
 def test_draft_logits(case):
     """The draft block over the prompt, then chained on its own states and tokens."""
     arrays = case.golden.arrays
-    _, hidden, cache = case.prefill(arrays["prompt"], return_hidden=True)
+    _, hidden, cache = case.prefilled
     following = case.sequence[1 : len(arrays["prompt"]) + 1]
-    logits, hidden, cache = jmla.draft(case.model, hidden, following[None], cache)
+    logits, hidden, cache = jmla.draft(case.model, hidden, following[None], jmla.copy(cache))
     drafted = np.asarray(logits[0])
     assert_allclose(drafted[arrays["draft_at"]], arrays["draft_logits"], rtol=0, atol=TOLERANCE)
     assert_allclose(np.asarray(hidden[0, -1]), arrays["draft_hidden"], rtol=0, atol=2 * TOLERANCE)

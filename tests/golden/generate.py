@@ -200,7 +200,8 @@ class DraftBlock:
             tables = rotary(rope_input, position_ids=positions[None])
             out = self.layer(inputs[None], position_embeddings=tables, **common)
             out = (out[0] if isinstance(out, tuple) else out)[0]
-            normed_out = following = rms_norm(out, own["shared_head.norm.weight"], eps)
+            normed_out = rms_norm(out, own["shared_head.norm.weight"], eps)
+            following = normed_out if c["model_type"] == "glm_moe_dsa" else out
         return normed_out @ self.model.lm_head.weight.T, following
 
     def chain(self, hidden: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
