@@ -3,9 +3,9 @@
 import random
 
 import pytest
+from tiny_text import EOS, write_tokenizer
 
 from jmla.tokenizer import Detokenizer, StopStrings, Tokenizer
-from tiny_text import EOS, write_tokenizer
 
 TEXTS = ["the quick brown fox", "naïve café — 你好, мир! 👩‍👩‍👧 🇫🇷", "  two  spaces\n\tand tabs ", "\ufffd kept", ""]
 
