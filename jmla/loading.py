@@ -73,11 +73,6 @@ def load(
     if max_seq_len is not None and not (isinstance(max_seq_len, int) and 1 <= max_seq_len <= longest):
         raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the checkpoint's max_position_embeddings")
     text = read_text_support(directory)
-    if text.tokenizer is not None and text.tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"Expected the tokenizer of {directory} to have at most vocab_size={config.vocab_size} ids, "
-            f"got {text.tokenizer.vocab_size}"
-        )
     with _progress(directory) as progress:
         params, report = load_params(directory, config, dtype, progress=progress)
     return make_model(

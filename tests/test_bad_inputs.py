@@ -14,7 +14,7 @@ from tiny_text import write_tokenizer
 import jmla
 from jmla import hub
 from jmla.models import make_model, steps
-from jmla.models.config import ConfigError
+from jmla.models.config import ConfigError, to_dict
 from jmla.models.random import init_random
 from jmla.sampling import SamplingParams
 from jmla.text import TextSupport, read_text_support
@@ -226,6 +226,27 @@ FILES = [
 def test_files(tmp_path, files, error, message):
     with pytest.raises(error, match=message):
         jmla.load(write(tmp_path / "checkpoint", **files))
+
+
+OPTIONS = [
+    ({"dtype": "float16"}, r"dtype='float16' .* 'bfloat16' or 'float32'"),
+    ({"kv_layout": "footer584"}, r"kv_layout='footer584' .*'inline656'.* for deepseek_v32"),
+    ({"kv_layout": "int8"}, r"kv_layout='int8'"),
+    ({"max_seq_len": 0}, r"max_seq_len=0 .* 1\.\.2560"),
+    ({"max_seq_len": 2561}, r"max_seq_len=2561 .* 1\.\.2560"),
+    ({"max_seq_len": 1.5}, r"max_seq_len=1.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=str)
+def test_load_options(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        jmla.load(write(tmp_path, config=to_dict(V32)), **options)
+
+
+def test_checkpoint_without_weights(tmp_path):
+    with pytest.raises((ValueError, OSError), match=r"model\.safetensors"):
+        jmla.load(write(tmp_path, config=to_dict(V32)))
 
 
 GENERATION = [

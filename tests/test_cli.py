@@ -55,6 +55,8 @@ def test_generate_prints_prompt_and_completion(run, checkpoint, monkeypatch):
     expected = jmla.generate(model, "the fox", sampling=SamplingParams(seed=1, max_new_tokens=12))
     assert (code, out, err) == (0, f"the fox{expected.text}\n", "")
     assert loaded == [((str(checkpoint),), {"dtype": "float32", "kv_layout": "float32", "max_seq_len": 256})]
+    assert jmla.generate(checkpoint, "the fox", sampling=SamplingParams(seed=1, max_new_tokens=12)) == expected
+    assert loaded[1:] == [((checkpoint,), {})]
 
     options = ["--temperature", "0", "--repetition-penalty", "1.5", "--top-k", "4", "--stop", expected.text[3:5]]
     code, out, _ = run("generate", checkpoint, "the fox", "--max-new-tokens", 9, *options, *OPTIONS)
