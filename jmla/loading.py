@@ -13,7 +13,7 @@ from jmla import hub
 from jmla.models import Model, make_model
 from jmla.models.checkpoint import load_params
 from jmla.models.config import read_config
-from jmla.models.spec import resolve_format
+from jmla.models.spec import check_implementation, resolve_format
 from jmla.text import read_text_support
 
 PROGRESS_FROM = 2 << 30  # bytes of checkpoint from which a progress bar is shown
@@ -69,6 +69,7 @@ def load(
         raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
     config = read_config(directory)
     resolve_format(config, kv_layout)  # a wrong option should not wait for the weights
+    check_implementation(implementation)
     longest = config.max_position_embeddings
     if max_seq_len is not None and not (isinstance(max_seq_len, int) and 1 <= max_seq_len <= longest):
         raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the checkpoint's max_position_embeddings")

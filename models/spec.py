@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jmla.kernels import layouts
+from jmla.kernels import dispatch, layouts
 from jmla.kernels.layouts import KVLayout
 from jmla.models.config import DsaConfig, V4Config
 
@@ -62,6 +62,17 @@ class Model:
     @property
     def config(self) -> V4Config | DsaConfig:
         return self.spec.config
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Refuses a name that no implementation of the attention has, before weights are read.
+
+    Raises:
+        ValueError: the message lists those that exist; each of them is sparse.
+    """
+    known = dispatch.implementations("sparse_mla")
+    if implementation is not None and implementation not in known:
+        raise ValueError(f"Expected {implementation=} to be None or one of: {', '.join(known)}")
 
 
 def resolve_format(config: V4Config | DsaConfig, kv_layout: str) -> str:

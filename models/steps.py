@@ -13,7 +13,7 @@ from jmla.models import trunk
 from jmla.models.cache import PagedCache, check_alive, init_cache
 from jmla.models.context import StepContext, Store
 from jmla.models.params import layer_counts
-from jmla.models.spec import Model, ModelSpec, resolve_format
+from jmla.models.spec import Model, ModelSpec, check_implementation, resolve_format
 
 Array = jax.Array
 
@@ -407,6 +407,7 @@ def make_model(
     """
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
+    check_implementation(implementation)
     longest = config.max_position_embeddings
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the model's max_position_embeddings")

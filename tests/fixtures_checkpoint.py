@@ -153,7 +153,7 @@ def store(name: str, w: np.ndarray, number_format: str, suffix: str) -> tuple[Te
     if np.issubdtype(w.dtype, np.integer):
         return {name: w.astype(np.int64)}, w
     if number_format == "float32":
-        return {name: w}, w
+        return {name: w.copy()}, w
     if number_format == "published" and is_expert(name):  # of DeepSeek-V4
         packed, scale = quantise_fp4(w)
         stored = {name: packed.view(np.int8), stem + suffix: scale.astype(ml_dtypes.float8_e8m0fnu)}
@@ -169,7 +169,7 @@ def store(name: str, w: np.ndarray, number_format: str, suffix: str) -> tuple[Te
         kept = scales if number_format == "fp8_float32" else scales.astype(ml_dtypes.float8_e8m0fnu)
         kept = kept.view(np.uint8) if number_format == "fp8_u8" else kept
         return {name: codes, stem + suffix: kept}, blocks(codes, scales, 128, 128)
-    array = encode(name, w, quantised=False)[name]
+    array = encode(name, w.copy(), quantised=False)[name]
     return {name: array}, array.astype(np.float32)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -76,6 +77,21 @@ def test_reports_formats_and_progress(drawn, tmp_path):
     assert report.formats["integer"] == 1
     assert calls == sorted(calls)
     assert calls[-1][0] == calls[-1][1] > 0
+
+
+def test_no_second_copy_on_the_host(monkeypatch, tmp_path):
+    """Beyond the parameters themselves, loading holds a few chunks of rows."""
+    config = dataclasses.replace(fx.V32, vocab_size=8000, num_nextn_predict_layers=0)
+    fx.write_fixture(tmp_path, config, fx.draw(config), dialect="transformers", number_format="bfloat16")
+    monkeypatch.setattr("jmla.models.checkpoint.load.CHUNK", 1 << 12)
+    load_params(tmp_path, config, "float32")  # once, for what is cached for good
+    tracemalloc.start()
+    params, _ = load_params(tmp_path, config, "float32")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    held = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert held > 10 << 20
+    assert held <= peak < held + (3 << 20)
 
 
 def test_one_row_or_one_scale_of_fp8_per_output(tmp_path):
