@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jmla import kernels
 from jmla.models import rope
 from jmla.models.config import V4Config
 from jmla.models.layers import product, rms_norm, swiglu
@@ -41,16 +40,32 @@ def dense_experts(layer: V4Layer, h: jax.Array, chosen: jax.Array, weights: jax.
     return jnp.einsum("rei,edi->rd", hidden, layer.moe.down[...], preferred_element_type=jnp.float32)
 
 
-def entries_of(
-    layer: V4Layer, values: jax.Array, gates: jax.Array, norm: str, ape: jax.Array, table: jax.Array, ratio: int
-):
-    """All compressed entries of whole sequences ``[B, S / ratio, d]``, normed and rotated at their windows' starts."""
+def pool_windows(values: jax.Array, gates: jax.Array, ape: jax.Array, overlap: bool) -> jax.Array:
+    """``jmla.kernels.compress`` on whole sequences from their start, without its state: ``[B, S / ratio, d]`` float32.
+
+    With overlap the first half of a token's channels serves the next window, the second half its own.
+    """
     batch, length, width = values.shape
-    overlap = ratio == layer.config.csa_ratio
-    state = jnp.zeros((batch, ratio * (2 if overlap else 1), 2 * width), jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    entries, _ = kernels.compress(values, gates, state, positions, ratio=ratio, overlap=overlap, ape=ape)
-    entries = entries[:, : length // ratio].astype(layer.wkv.dtype)
+    ratio = ape.shape[0]
+    values, gates = (x.reshape(batch, length // ratio, ratio, width) for x in (values, gates))
+    gates = gates + ape
+    if overlap:
+        half = width // 2
+
+        def with_previous(x: jax.Array, fill: float) -> jax.Array:
+            before = jnp.pad(x[:, :-1, :, :half], ((0, 0), (1, 0), (0, 0), (0, 0)), constant_values=fill)
+            return jnp.concatenate([before, x[..., half:]], axis=2)
+
+        values, gates = with_previous(values, 0.0), with_previous(gates, NEG)
+    return jnp.sum(jax.nn.softmax(gates, axis=2) * values, axis=2)
+
+
+def entries_of(
+    layer: V4Layer, values: jax.Array, gates: jax.Array, norm: str, ape: jax.Array, table: jax.Array
+) -> jax.Array:
+    """All compressed entries of whole sequences ``[B, S / ratio, d]``, normed and rotated at their windows' starts."""
+    ratio, length = ape.shape[0], values.shape[1]
+    entries = pool_windows(values, gates, ape, overlap=ratio == layer.config.csa_ratio).astype(layer.wkv.dtype)
     entries = rms_norm(entries, layer.small[norm], layer.config.rms_norm_eps)
     return rope.rotate_tail(entries, table[: length // ratio * ratio : ratio])
 
@@ -88,9 +103,8 @@ def attention(layer: V4Layer, parts: dict[str, jax.Array], table: jax.Array, tal
     entries = None
     if kind != "window":
         ratio = c.csa_ratio if kind == "csa" else c.hca_ratio
-        entries = entries_of(
-            layer, parts["values"], parts["gates"], "compressor_norm", layer.compressor.ape[...], table, ratio
-        )
+        ape = layer.compressor.ape[...]
+        entries = entries_of(layer, parts["values"], parts["gates"], "compressor_norm", ape, table)
         far = jnp.einsum("bqhd,bed->bhqe", q, entries, preferred_element_type=jnp.float32) * scale
         visible = np.arange(length // ratio)[None, :] < (np.arange(length)[:, None] + 1) // ratio
         if kind == "csa":
@@ -124,7 +138,7 @@ def select(
     """The indexer's choice as a mask ``[B, S, E]``; reports the divergence from the heads' attention to the entries."""
     c = layer.config
     ape = layer.indexer.ape[...]
-    keys = entries_of(layer, parts["index_values"], parts["index_gates"], "indexer_norm", ape, table, c.csa_ratio)
+    keys = entries_of(layer, parts["index_values"], parts["index_gates"], "indexer_norm", ape, table)
     dots = jnp.einsum("bqhd,bed->bqhe", parts["index_q"], keys, preferred_element_type=jnp.float32)
     scores = jnp.einsum("bqhe,bqh->bqe", jax.nn.relu(dots), parts["index_weights"])
     scores = jnp.where(visible, scores, NEG)

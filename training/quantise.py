@@ -20,6 +20,11 @@ def _power_of_two(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(up << 23, jnp.float32)
 
 
+def _through(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rounds to a narrow type and back; the barrier keeps the compiler from taking the two casts for nothing."""
+    return jax.lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+
+
 def fp8(w: jax.Array) -> jax.Array:
     """``w [..., out, in]`` rounded to e4m3 with one power-of-two scale a block of 128 x 128."""
     rows, cols = w.shape[-2:]
@@ -27,7 +32,7 @@ def fp8(w: jax.Array) -> jax.Array:
     padded = jnp.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, r * 128 - rows), (0, c * 128 - cols)])
     blocks = padded.reshape(*w.shape[:-2], r, 128, c, 128)
     scale = _power_of_two(jnp.maximum(jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True), 1e-4) / 448)
-    back = (blocks / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    back = _through(blocks / scale, jnp.float8_e4m3fn) * scale
     return back.reshape(padded.shape)[..., :rows, :cols]
 
 
@@ -35,11 +40,14 @@ def fp4(w: jax.Array) -> jax.Array:
     """``w [..., out, in]`` rounded to e2m1 with one power-of-two scale for 32 inputs."""
     blocks = w.reshape(*w.shape[:-1], -1, 32)
     scale = _power_of_two(jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), 1e-30) / 6)
-    return ((blocks / scale).astype(jnp.float4_e2m1fn).astype(jnp.float32) * scale).reshape(w.shape)
+    return (_through(blocks / scale, jnp.float4_e2m1fn) * scale).reshape(w.shape)
 
 
-def straight_through(params: Any) -> Any:
-    """The parameters as they will be read back from the checkpoint, with the identity as their gradient."""
+def straight_through(params: Any, amount: jax.Array | float = 1.0) -> Any:
+    """The parameters as they will be read back from the checkpoint, with the identity as their gradient.
+
+    ``amount`` 0 leaves them as they are, so that one compiled step serves both phases of the training.
+    """
 
     def one(path: Any, w: jax.Array) -> jax.Array:
         name = path[-1].key
@@ -49,6 +57,6 @@ def straight_through(params: Any) -> Any:
             rounded = fp4(w)
         else:
             return w
-        return w + jax.lax.stop_gradient(rounded - w)
+        return w + jax.lax.stop_gradient(rounded - w) * amount
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -122,9 +122,9 @@ def init_params(config: V4Config, seed: int) -> Any:
 # ---- the step
 
 
-def loss_fn(config: V4Config, dtype: str, quantised: bool, params: Any, tokens: jax.Array) -> Any:
-    if quantised:
-        params = straight_through(params)
+def loss_fn(config: V4Config, dtype: str, rounding: Any, params: Any, tokens: jax.Array) -> Any:
+    """Next-token loss, a fifth of the draft block's, and the indexers'; ``rounding`` 1 rounds the weights."""
+    params = straight_through(params, rounding)
     shapes = abstract_params(config, dtype)
     cast = jax.tree.map(lambda w, s: w.astype(s.dtype), params, shapes)
     logits, drafted, tally = forward(config, cast, tokens, dtype)
@@ -167,10 +167,10 @@ def join(trained: Any, tables: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, trained, tables, is_leaf=lambda x: x is None)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "optimizer", "quantised"), donate_argnames=("trained", "state"))
-def train_step(config, optimizer, quantised, trained, tables, state, tokens, rate):
+@functools.partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames=("trained", "state"))
+def train_step(config, optimizer, rounding, trained, tables, state, tokens, rate):
     def objective(trained: Any) -> Any:
-        return loss_fn(config, "bfloat16", quantised, join(trained, tables), tokens)
+        return loss_fn(config, "bfloat16", rounding, join(trained, tables), tokens)
 
     (_, report), grads = jax.value_and_grad(objective, has_aux=True)(trained)
     updates, state = optimizer.update(grads, state, trained)
@@ -190,9 +190,9 @@ def train_step(config, optimizer, quantised, trained, tables, state, tokens, rat
     return trained, state, report
 
 
-@functools.partial(jax.jit, static_argnames=("config", "quantised"))
-def evaluate_batch(config, quantised, params, tokens):
-    return loss_fn(config, "bfloat16", quantised, params, tokens)[1]
+@functools.partial(jax.jit, static_argnames=("config",))
+def evaluate_batch(config, rounding, params, tokens):
+    return loss_fn(config, "bfloat16", rounding, params, tokens)[1]
 
 
 def held_out(config: V4Config, params: Any, data: np.ndarray, length: int, quantised: bool, windows: int = 64) -> dict:
@@ -201,7 +201,7 @@ def held_out(config: V4Config, params: Any, data: np.ndarray, length: int, quant
     batch = np.stack([data[s : s + length] for s in starts]).astype(np.int32)
     total = []
     for part in np.split(batch, max(1, windows // 16)):
-        report = evaluate_batch(config, quantised, params, part)
+        report = evaluate_batch(config, np.float32(quantised), params, part)
         total.append(
             {k: np.asarray(report[k]).mean() for k in ("draft", "index", "draft_hits")}
             | {"loss": float(np.asarray(report["tokens"])[:, length // 2 :].mean())}
@@ -282,7 +282,7 @@ def main() -> None:
         tokens = np.stack([train[s : s + opt.length] for s in starts]).astype(np.int32)
         quantised = fraction >= opt.quantise_from
         trained, state, report = train_step(
-            config, optimizer, quantised, trained, tables, state, tokens, np.float32(schedule(fraction))
+            config, optimizer, np.float32(quantised), trained, tables, state, tokens, np.float32(schedule(fraction))
         )
         step += 1
         if begin is None:
