@@ -1,7 +1,6 @@
 """What every layer of one step shares: positions, tables, rotary tables, and the cache being threaded through."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,12 +43,12 @@ class StepContext:
     window_table: jax.Array | None
     capacity: int
 
-    @functools.cached_property
+    @property
     def flat_positions(self) -> jax.Array:
         """``[R]``, -1 for padding."""
         return self.positions.reshape(-1)
 
-    @functools.cached_property
+    @property
     def request(self) -> jax.Array:
         """``[R]`` row of the tables that a query row belongs to, -1 for padding."""
         batch, tokens = self.positions.shape
