@@ -51,8 +51,18 @@ def product(x: jax.Array, w: jax.Array, out_dtype: jax.typing.DTypeLike | None =
 
 def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """``jnp.einsum`` with float32 accumulation, full precision for float32 inputs; dtype of ``x``."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, w, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    def narrow(x: jax.Array, w: jax.Array) -> jax.Array:
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jnp.einsum(spec, x, w, precision=precision, preferred_element_type=jnp.float32)
+
+    def widened(x: jax.Array, w: jax.Array) -> jax.Array:
+        return narrow(x.astype(jnp.float32), w.astype(jnp.float32))
+
+    if x.dtype == jnp.float32:
+        return narrow(x, w)
+    # XLA's CPU backend lacks some batched bf16 products with float32 results.
+    return jax.lax.platform_dependent(x, w, cpu=widened, default=narrow).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:

@@ -149,9 +149,10 @@ def _draft(
 
 @functools.cache
 def _compiled(name: str, donate: bool) -> Any:
-    body = {"advance": _advance, "draft": _draft}[name]
-    static = ("spec", "all_logits", "return_hidden") if name == "advance" else ("spec",)
-    return jax.jit(body, static_argnames=static, donate_argnames=("cache",) if donate else ())
+    donated = ("cache",) if donate else ()
+    if name == "draft":
+        return jax.jit(_draft, static_argnames=("spec",), donate_argnames=donated)
+    return jax.jit(_advance, static_argnames=("spec", "all_logits", "return_hidden"), donate_argnames=donated)
 
 
 # ---- checks on the host

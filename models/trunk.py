@@ -102,7 +102,8 @@ def _run_stack(
 
     def body(carry: Any, inputs: Any) -> Any:
         weights, repeat = inputs
-        x, store, carried, chosen = unit(*carry, weights, repeat)
+        x, store, carried = carry
+        x, store, carried, chosen = unit(x, store, carried, weights, repeat)
         return (x, store, carried), chosen
 
     (x, store, carried), chosen = jax.lax.scan(

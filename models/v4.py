@@ -209,6 +209,8 @@ class V4Layer(nnx.Module):
         pools, states = dict(store["pools"]), dict(store["states"])
         pages = ctx.layer_pages("window", pools)
         window_offset = at["window"] * pages * PAGE_TOKENS
+        if ctx.window_table is None:
+            raise ValueError("Expected a cache with a window table, as jmla.init_cache makes for this family")
         slots = ctx.slots(ctx.positions, ctx.window_table, PAGE_TOKENS, window_offset).reshape(-1)
         pools["window"] = self.pack(ctx, "window", parts["kv"], slots, pools["window"], "kv_norm", table)
         chosen, local, stream = None, None, self.kind.attention

@@ -1,0 +1,410 @@
+"""Pieces of the networks against formulas, and properties of the compiled steps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+
+import jmla
+from jmla.models import forward, moe, params, rope, steps, trunk
+from jmla.models.checkpoint import collect_tensors
+from jmla.models.layers import embed, swiglu
+from jmla.models.params import Stack, layer_stacks, placements
+from jmla.models.random import init_random
+from jmla.models.rope import inverse_frequencies
+from tests.tiny import CONFIGS, GLM, V4, V32, tiny_model
+
+IDS = np.random.default_rng(0).integers(2, 96, (1, 40)).astype(np.int32)
+
+
+# ---- rotary embedding
+
+
+def yarn_by_hand(dims: int, theta: float, factor: float, fast: float, slow: float, original: float) -> np.ndarray:
+    base = theta ** -(np.arange(0, dims, 2) / dims)
+    correction = [dims * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(theta)) for turns in (fast, slow)]
+    low, high = np.floor(correction[0]), np.ceil(correction[1])
+    keep = 1 - np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    return base / factor * (1 - keep) + base * keep
+
+
+def test_f17_inverse_frequencies_by_layer_kind(monkeypatch):
+    """Sliding layers and the draft layer: base theta, no YaRN. Compressing layers: their theta with YaRN."""
+    config = dataclasses.replace(
+        V4, qk_rope_head_dim=64, head_dim=512, yarn=dataclasses.replace(V4.yarn, original_max_position_embeddings=65536)
+    )
+    plain = 10000.0 ** -(np.arange(0, 64, 2) / 64)
+    compressed = yarn_by_hand(64, 160000.0, 16, 32, 1, 65536)
+    assert compressed[15] == pytest.approx(160000.0 ** -(30 / 64))  # the ramp of the published model starts at pair 15
+    assert compressed[25] == pytest.approx(160000.0 ** -(50 / 64) / 16)  # and ends at pair 25
+    asked = []
+
+    class Context:
+        def rotary(self, positions, dims, theta, yarn):
+            asked.append(inverse_frequencies(dims, theta, yarn))
+
+    kinds = [*params.layer_kinds(config), params.draft_kind(config)]
+    for kind in kinds:
+        params.layer_module(config, kind, "float32").rotary(Context(), None)
+    for kind, frequencies in zip(kinds, asked, strict=True):
+        expected = plain if kind.attention == "window" else compressed
+        np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
+    assert kinds[-1].attention == "window"
+
+
+def test_f17_v32_yarn_ramp():
+    frequencies = inverse_frequencies(64, 10000.0, dataclasses.replace(V32.yarn, original_max_position_embeddings=4096))
+    np.testing.assert_allclose(frequencies, yarn_by_hand(64, 10000.0, 40, 32, 1, 4096), rtol=1e-6)
+
+
+def test_k11_rotation_pairs():
+    """Interleaved pairs (2i, 2i+1) and half-split pairs (i, i+d/2), and the way back."""
+    x = np.float32([[1, 2, 3, 4]])
+    table = np.float32([[np.cos(0.5), np.cos(0.1), np.sin(0.5), np.sin(0.1)]])
+    turn = lambda a, b, t: (a * np.cos(t) - b * np.sin(t), a * np.sin(t) + b * np.cos(t))  # noqa: E731
+    p, q = turn(1, 2, 0.5), turn(3, 4, 0.1)
+    np.testing.assert_allclose(rope.rotate(x, table)[0], [*p, *q], rtol=1e-6)
+    p, q = turn(1, 3, 0.5), turn(2, 4, 0.1)
+    np.testing.assert_allclose(rope.rotate(x, table, interleaved=False)[0], [p[0], q[0], p[1], q[1]], rtol=1e-6)
+    np.testing.assert_allclose(rope.rotate(rope.rotate(x, table), table, inverse=True), x, rtol=1e-6)
+
+
+# ---- experts
+
+
+def test_k11_clamp_is_one_sided_for_the_gate():
+    gate_up = np.float32([[9, -9, 2, -2]])
+    silu = lambda g: g / (1 + np.exp(-g))  # noqa: E731
+    np.testing.assert_allclose(swiglu(gate_up, 1.0)[0], [silu(1.0) * 1, silu(-9.0) * -1], rtol=1e-6)
+    np.testing.assert_allclose(swiglu(gate_up, None)[0], [silu(9.0) * 2, silu(-9.0) * -2], rtol=1e-6)
+
+
+def test_k11_hash_routing_weighs_by_scores():
+    """Hash layers renormalise sqrt(softplus) of the gate's logits over the table's experts; they do not weigh 1/k."""
+    logits = np.float32([[0.0, 1.0, 2.0, -1.0]])
+    chosen, weights = moe.route_v4(logits, None, np.int32([[3, 1]]), 2, 1.5, True)
+    scores = np.sqrt(np.log1p(np.exp([-1.0, 1.0])))
+    np.testing.assert_array_equal(chosen, [[3, 1]])
+    np.testing.assert_allclose(weights[0], scores / scores.sum() * 1.5, rtol=1e-6)
+
+
+def test_learned_routing_biases_the_choice_alone():
+    logits = np.float32([[0.0, 1.0, 2.0, -1.0]])
+    chosen, weights = moe.route_v4(logits, np.float32([5, 0, 0, 4]), None, 2, 1.0, True)
+    np.testing.assert_array_equal(chosen, [[0, 3]])
+    scores = np.sqrt(np.log1p(np.exp([0.0, -1.0])))
+    np.testing.assert_allclose(weights[0], scores / scores.sum(), rtol=1e-6)
+
+
+def test_grouped_routing_keeps_the_best_groups():
+    """Four groups of two: the groups' scores are the sums of their two best; the best expert's group may lose."""
+    wanted = np.float32([0.99, 0.01, 0.6, 0.6, 0.5, 0.55, 0.2, 0.1])
+    logits = np.log(wanted / (1 - wanted))[None]
+    chosen, weights = moe.route_grouped(logits, np.zeros(8, np.float32), 3, 4, 2, 2.5, True)
+    np.testing.assert_array_equal(chosen, [[2, 3, 5]])
+    np.testing.assert_allclose(weights[0], wanted[[2, 3, 5]] / wanted[[2, 3, 5]].sum() * 2.5, rtol=1e-5)
+
+
+def test_c14_nan_router_logits_stay_in_range():
+    logits = np.random.default_rng(0).normal(size=(2, 1024)).astype(np.float32)
+    logits[0, 7] = -np.float32(np.nan)
+    chosen, _ = moe.route_grouped(logits, np.zeros(1024, np.float32), 8, 1, 1, 1.0, True)
+    scores = np.where(np.isnan(logits), -np.inf, logits)
+    for row in range(2):
+        assert set(np.asarray(chosen[row])) == set(np.argsort(-scores[row])[:8])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_experts_equal_a_loop(rows):
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, 8)).astype(np.float32)
+    gate_up = rng.normal(size=(5, 12, 8)).astype(np.float32)
+    down = rng.normal(size=(5, 8, 6)).astype(np.float32)
+    chosen = np.stack([rng.permutation(5)[:2] for _ in range(rows)]).astype(np.int32)
+    chosen[0, 1] = -1
+    weights = rng.uniform(size=(rows, 2)).astype(np.float32)
+    expected = np.zeros((rows, 8))
+    for r in range(rows):
+        for e, w in zip(chosen[r], weights[r], strict=True):
+            if e >= 0:
+                gate, up = np.split(gate_up[e].astype(np.float64) @ x[r], 2)
+                expected[r] += w * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+    out = moe.experts(*map(jnp.asarray, (x, chosen, weights, gate_up, down)), None)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_k7_random_expert_tables_are_in_range():
+    drawn = init_random(V4, seed=1)
+    tables = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(drawn) if path[-1].key == "fixed"]
+    assert tables
+    for table in tables:
+        assert table.dtype == np.int32
+        assert table.min() >= 0
+        assert table.max() < V4.n_routed_experts
+        assert (np.sort(table, axis=-1)[..., 1:] != np.sort(table, axis=-1)[..., :-1]).all()
+
+
+def test_k8_ids_outside_the_vocabulary_are_inert_on_the_device_and_errors_on_the_host():
+    table = jnp.arange(12.0).reshape(4, 3) + 1
+    rows = embed(table, jnp.array([-1, 0, 3, 4, 2**31 - 1]))
+    np.testing.assert_array_equal(rows, np.stack([np.zeros(3), table[0], table[3], np.zeros(3), np.zeros(3)]))
+    layer = trunk.nnx.merge(
+        params.graphdef(params.layer_module(V4, params.layer_kinds(V4)[0], "float32")),
+        jax.tree.map(lambda w: w[0], tiny_model("v4").params["stacks"]["00"]["0"]),
+    )
+    routed = layer.route(jnp.ones((3, 4, 32)), jnp.array([-1, 96, 5]))
+    np.testing.assert_array_equal(routed["chosen"][:2], -1)
+    np.testing.assert_array_equal(routed["weights"][:2], 0)
+    assert (np.asarray(routed["chosen"][2]) >= 0).all()
+    for bad in (-1, 96):
+        with pytest.raises(ValueError, match=rf"Expected token ids in 0\.\.95, got {bad}"):
+            forward(tiny_model("v4"), np.array([[3, bad]]))
+
+
+# ---- layers in stacks
+
+
+def test_layers_are_grouped_as_in_the_published_models():
+    flash = dataclasses.replace(
+        V4,
+        num_hidden_layers=43,
+        layer_kinds=("window", "window", "csa", *("hca", "csa") * 20),
+        layer_routing=("hash",) * 3 + ("learned",) * 40,
+    )
+    assert [(s.repeats, len(s.unit), s.first) for s in layer_stacks(flash)] == [(2, 1, 0), (1, 1, 2), (20, 2, 3)]
+    glm52 = dataclasses.replace(
+        GLM,
+        num_hidden_layers=78,
+        mlp_layer_types=("dense",) * 3 + ("sparse",) * 75,
+        indexer_types=tuple("full" if max(i - 2, 0) % 4 == 0 else "shared" for i in range(78)),
+    )
+    assert [(s.repeats, len(s.unit), s.first) for s in layer_stacks(glm52)] == [(3, 1, 0), (18, 4, 3), (3, 1, 75)]
+    v32 = dataclasses.replace(
+        V32, num_hidden_layers=61, mlp_layer_types=("dense",) * 3 + ("sparse",) * 58, indexer_types=("full",) * 61
+    )
+    assert [(s.repeats, len(s.unit), s.first) for s in layer_stacks(v32)] == [(3, 1, 0), (58, 1, 3)]
+
+
+@pytest.mark.parametrize("family", ["v4", "glm"])
+def test_scanned_layers_equal_unrolled_ones(family, monkeypatch):
+    """The same checkpoint tensors, laid out with every layer a stack of its own."""
+    model = tiny_model(family)
+    expected = forward(model, IDS)
+    tensors = collect_tensors(model.config, model.params)
+
+    def unrolled(config):
+        return tuple(Stack((kind,), 1, i) for i, kind in enumerate(params.layer_kinds(config)))
+
+    monkeypatch.setattr(params, "layer_stacks", unrolled)
+    monkeypatch.setattr(trunk, "layer_stacks", unrolled)
+    flat = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), params.abstract_params(model.config, "float32"))
+    for name, place in placements(model.config).items():
+        for piece in place.pieces:
+            destination = flat
+            for key in piece.path:
+                destination = destination[key]
+            source = tensors[name] if piece.reshape is None else tensors[name].reshape(piece.reshape)
+            destination[piece.index] = source if piece.take is None else source[piece.take]
+    spec = dataclasses.replace(model.spec, max_seq_len=model.spec.max_seq_len - 1)  # a trace of its own
+    flat_model = dataclasses.replace(model, params=jax.tree.map(jnp.asarray, flat), spec=spec)
+    assert len(flat_model.params["stacks"]) == model.config.num_hidden_layers
+    np.testing.assert_allclose(forward(flat_model, IDS), expected, atol=1e-5, rtol=0)
+
+
+def test_compiled_program_does_not_grow_with_the_layers():
+    def lines(repeats: int) -> int:
+        config = dataclasses.replace(
+            V4,
+            num_hidden_layers=1 + 2 * repeats,
+            layer_kinds=("window", *("csa", "hca") * repeats),
+            layer_routing=("hash", *("learned",) * 2 * repeats),
+        )
+        shapes = params.abstract_params(config, "float32")
+        spec = dataclasses.replace(tiny_model("v4").spec, config=config)
+        return len(
+            steps._forward.lower(spec, shapes, jax.ShapeDtypeStruct((1, 40), jnp.int32), False).as_text().splitlines()
+        )
+
+    assert lines(2) == lines(9)
+
+
+def test_a_step_has_few_leaves():
+    model = tiny_model("v4")
+    cache = jmla.init_cache(model, 1, 64)
+    assert len(jax.tree.leaves((model.params, cache))) <= 100
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("family", ["v4", "glm"])
+def test_forward_is_differentiable(family):
+    """The derivative along a random direction equals a central difference, and reaches the parts of attention."""
+    model, ids = tiny_model(family), jnp.asarray(IDS[:, :24])
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(1, 24, 96)), jnp.float32) / 48
+    floats, tables = {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        (tables if leaf.dtype == jnp.int32 else floats)[jax.tree_util.keystr(path)] = leaf
+    structure = jax.tree.structure(model.params)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.params)]
+
+    @jax.jit
+    def loss(floats):
+        tree = jax.tree.unflatten(structure, [floats.get(n, tables.get(n)) for n in names])
+        return jnp.sum(forward(dataclasses.replace(model, params=tree), ids) * weights)
+
+    grads = jax.grad(loss)(floats)
+    rng = np.random.default_rng(2)
+    # A short way: routing and selection are steps, which a longer one would cross.
+    moved = [n for n in floats if any(part in n for part in ("wkv", "wo", "w_uv", "compressor", "down", "head"))]
+    step = {
+        n: jnp.asarray(rng.normal(size=x.shape), jnp.float32) * (1e-4 if n in moved else 0) for n, x in floats.items()
+    }
+    slope = sum(float(jnp.vdot(grads[n], step[n])) for n in floats)
+    up, down = (float(loss({n: x + sign * step[n] for n, x in floats.items()})) for sign in (1, -1))
+    assert slope == pytest.approx((up - down) / 2, rel=0.05, abs=2e-5)
+    for name, gradient in grads.items():
+        assert np.isfinite(gradient).all(), name
+        used = not any(part in name for part in ("draft", "index_", "indexer"))
+        assert bool(jnp.any(gradient)) == used or not used, name
+    assert any("compressor" in n for n in moved) == (family == "v4")
+
+
+# ---- steps
+
+
+def test_steps_make_no_device_to_host_transfer(monkeypatch):
+    model = tiny_model("v4")
+    tokens = jnp.array([5, 6])
+    _, cache = jmla.decode(model, tokens, jmla.init_cache(model, 2, 64))  # compiles
+
+    def fetched(self):
+        raise AssertionError("device-to-host transfer")
+
+    monkeypatch.setattr(ArrayImpl, "_value", property(fetched))
+    logits, cache = jmla.decode(model, tokens, cache)
+    jax.block_until_ready(logits)
+    with pytest.raises(AssertionError, match="device-to-host"):
+        float(logits[0, 0])
+
+
+def test_d6_inactive_rows_give_zeros_and_keep_their_place():
+    model = tiny_model("v4")
+    cache = jmla.init_cache(model, 2, 64)
+    logits, cache = jmla.decode(model, [5, 6], cache, active=[True, False])
+    assert np.asarray(logits[0]).any()
+    assert not np.asarray(logits[1]).any()
+    np.testing.assert_array_equal(cache.lengths, [1, 0])
+
+
+def test_donated_caches_are_refused_and_kept_ones_are_not():
+    model = tiny_model("v4")
+    cache = jmla.init_cache(model, 2, 64)
+    _, kept = jmla.decode(model, [5, 6], cache, donate=False)
+    first, after = jmla.decode(model, [5, 6], cache)
+    with pytest.raises(jmla.CacheConsumedError, match=r"jmla\.copy\(cache\).*donate=False"):
+        jmla.decode(model, [5, 6], cache)
+    with pytest.raises(jmla.CacheConsumedError):
+        jmla.copy(cache)
+    np.testing.assert_array_equal(kept.lengths, after.lengths)
+    assert np.isfinite(first).all()
+
+
+def test_tokens_past_the_capacity_are_padding():
+    model = tiny_model("v4")
+    cache = jmla.init_cache(model, 1, 10)
+    logits, cache = jmla.prefill(model, IDS, [40], cache, all_logits=True)
+    assert int(cache.lengths[0]) == 10
+    whole, _ = jmla.prefill(model, IDS, [10], jmla.init_cache(model, 1, 64), all_logits=True)
+    np.testing.assert_array_equal(logits[0, :10], whole[0, :10])
+    assert not np.asarray(logits[0, 10:]).any()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bfloat16_agrees_in_distribution(family):
+    """bf16 weights and activations: small divergence from float32 on most positions (near ties may flip)."""
+    exact = np.asarray(forward(tiny_model(family), IDS)[0], np.float64)
+    rough = np.asarray(forward(tiny_model(family, dtype="bfloat16", deterministic=False), IDS)[0], np.float64)
+    log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (exact, rough))
+    divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    assert np.median(divergence) < 0.02
+    assert (exact.argmax(-1) == rough.argmax(-1)).mean() > 0.8
+
+
+# ---- drafting
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_drafts_do_not_depend_on_chunks(family):
+    model = tiny_model(family)
+    cache = jmla.init_cache(model, 1, 64)
+    _, hidden, cache = jmla.prefill(model, IDS, [40], cache, return_hidden=True)
+    following = np.roll(IDS, -1, axis=1)
+    logits, carried, _ = jmla.draft(model, hidden, following, jmla.copy(cache))
+    assert logits.shape == (1, 40, 96)
+    pieces = []
+    for start, stop in ((0, 1), (1, 2), (2, 8), (8, 40)):
+        block = np.zeros_like(IDS)
+        block[:, : stop - start] = following[:, start:stop]
+        states = jnp.zeros_like(hidden).at[:, : stop - start].set(hidden[:, start:stop])
+        part, part_carried, cache = jmla.draft(model, states, block, cache, lengths=[stop - start])
+        pieces.append(part[0, : stop - start])
+    np.testing.assert_array_equal(np.concatenate(pieces), logits[0])
+    np.testing.assert_array_equal(part_carried[0, :32], carried[0, 8:])
+    np.testing.assert_array_equal(cache.draft_lengths, [40])
+
+
+def test_g10_what_a_draft_hands_on():
+    """GLM carries the normalised rows into the next draft step, DeepSeek-V3.2 the rows as they are."""
+    for family, normed in (("glm", True), ("v32", False)):
+        model = tiny_model(family)
+        block = trunk.draft(model.spec, model.params)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32)), jnp.float32)
+        scale = np.asarray(block.small["norm"], np.float64)
+        mean = np.mean(np.asarray(x, np.float64) ** 2, -1, keepdims=True)
+        expected = x / np.sqrt(mean + model.config.rms_norm_eps) * scale if normed else x
+        np.testing.assert_allclose(block.hidden(x), expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- sizes
+
+
+def test_cache_bytes_are_those_of_the_formats():
+    """V4-Flash: per 256 raw tokens 37,440 + 8,448 B a CSA layer and 1,728 B an HCA layer; the state is fixed."""
+    flash = dataclasses.replace(
+        V4,
+        num_hidden_layers=43,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        hca_ratio=128,
+        sliding_window=128,
+        index_head_dim=128,
+        layer_kinds=("window", "window", "csa", *("hca", "csa") * 20),
+        layer_routing=("hash",) * 3 + ("learned",) * 40,
+    )
+    spec = dataclasses.replace(tiny_model("v4").spec, config=flash, kv_layout="footer584")
+    per_token = jmla.models.bytes_per_token(spec)
+    assert per_token == {"csa": 21 * 37440 / 256, "hca": 20 * 1728 / 256, "index": 21 * 8448 / 256}
+    per_row = jmla.models.bytes_per_row(spec)
+    assert per_row["csa state"] == 21 * 8 * 8192
+    assert per_row["index state"] == 21 * 8 * 2048
+    assert per_row["hca state"] == 20 * 128 * 4096
+    model = dataclasses.replace(tiny_model("v4", kv_layout="footer584"))
+    cache = jmla.init_cache(model, 3, 600)
+    held = cache.nbytes
+    for stream, rate in jmla.models.bytes_per_token(model.spec).items():
+        assert held[stream] == 3 * 768 * rate  # whole pages
+    for name, size in jmla.models.bytes_per_row(model.spec).items():
+        if "state" in name:
+            assert held[name] == 3 * size
+
+
+def test_a10_e8_limits_are_stated():
+    model = tiny_model("v4")
+    with pytest.raises(ValueError, match=r"max_seq_len=5000.*1\.\.4096"):
+        jmla.init_cache(model, 1, 5000)
+    with pytest.raises(ValueError, match="slots"):
+        jmla.init_cache(model, 2**20, 4096)
