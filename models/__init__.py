@@ -2,8 +2,8 @@
 
 from jmla.models.cache import CacheConsumedError, PagedCache, bytes_per_row, bytes_per_token, copy, init_cache
 from jmla.models.params import abstract_params, layer_counts, layer_stacks, placements
-from jmla.models.spec import Model, ModelSpec
-from jmla.models.steps import decode, draft, forward, make_model, prefill
+from jmla.models.spec import Model, ModelSpec, make_model
+from jmla.models.steps import decode, draft, forward, prefill
 
 __all__ = [
     "CacheConsumedError",

@@ -1,6 +1,7 @@
 """What a model is: static facts, and a plain dict of arrays."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -116,3 +117,46 @@ def cache_layouts(spec: ModelSpec) -> dict[str, KVLayout]:
     dim = config.index_head_dim
     out["index"] = layouts.plain(dim, spec.kv_layout, index_page) if plain else layouts.index132(index_page, width=dim)
     return out
+
+
+def make_model(
+    config: Any,
+    params: Mapping[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    kv_layout: str = "auto",
+    implementation: str | None = None,
+    deterministic: bool | None = None,
+    max_seq_len: int | None = None,
+    drafting: bool | None = None,
+    text: Any = None,
+) -> Model:
+    """A model from its configuration and parameters.
+
+    Args:
+        config: V4Config or DsaConfig.
+        params: nested dict of arrays as ``abstract_params`` describes it.
+        dtype: "bfloat16" or "float32", the dtype of the weights.
+        kv_layout: cache format; "auto" is the family's FP8 format.
+        implementation: passed to every operation.
+        deterministic: bitwise independence of batch and chunking; default False.
+        max_seq_len: default: the configuration's ``max_position_embeddings``.
+        drafting: whether the draft block is there; default: whether ``params`` holds it.
+        text: tokenizer and generation defaults.
+    """
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
+    check_implementation(implementation)
+    longest = config.max_position_embeddings
+    if max_seq_len is not None and not 1 <= max_seq_len <= longest:
+        raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the model's max_position_embeddings")
+    spec = ModelSpec(
+        config=config,
+        dtype=dtype,
+        kv_layout=resolve_format(config, kv_layout),
+        implementation=implementation,
+        deterministic=bool(deterministic),
+        max_seq_len=longest if max_seq_len is None else max_seq_len,
+        drafting="draft" in params if drafting is None else drafting,
+    )
+    return Model(dict(params), spec, text)

@@ -1,7 +1,7 @@
 """Compiled steps over a cache: prefill, decode, draft, and the cache-free forward pass."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +10,10 @@ import numpy as np
 
 from jmla.kernels.rowwise import rowwise
 from jmla.models import trunk
-from jmla.models.cache import PagedCache, check_alive, init_cache
+from jmla.models.cache import PagedCache, init_cache
 from jmla.models.context import StepContext, Store
-from jmla.models.params import layer_counts
-from jmla.models.spec import Model, ModelSpec, check_implementation, resolve_format
+from jmla.models.inputs import check_cache, check_counts, check_ids, is_host
+from jmla.models.spec import Model, ModelSpec
 
 Array = jax.Array
 
@@ -155,59 +155,6 @@ def _compiled(name: str, donate: bool) -> Any:
     return jax.jit(_advance, static_argnames=("spec", "all_logits", "return_hidden"), donate_argnames=donated)
 
 
-# ---- checks on the host
-
-
-def _is_host(x: Any) -> bool:
-    return not isinstance(x, jax.Array | jax.core.Tracer)
-
-
-def check_ids(spec: ModelSpec, tokens: Any, shape: str) -> Array:
-    """Token ids as int32 of the right rank; host arrays are also checked for range before JAX could cut them."""
-    vocab = spec.config.vocab_size
-    if _is_host(tokens):
-        tokens = np.asarray(tokens)
-        if tokens.size and (not np.issubdtype(tokens.dtype, np.integer)):
-            raise TypeError(f"Expected tokens to be integers, got dtype {tokens.dtype}")
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab):
-            bad = tokens[(tokens < 0) | (tokens >= vocab)].flat[0]
-            raise ValueError(f"Expected token ids in 0..{vocab - 1}, got {int(bad)}")
-        tokens = jnp.asarray(tokens.astype(np.int32))
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"Expected tokens to be integers, got dtype {tokens.dtype}")
-    if tokens.ndim != shape.count(",") + 1:
-        raise ValueError(f"Expected tokens to be {shape}, got shape {tokens.shape}")
-    return tokens.astype(jnp.int32)
-
-
-def _check_counts(name: str, counts: Any, batch: int, length: int) -> Array:
-    if _is_host(counts):
-        counts = np.asarray(counts)
-        if counts.size and not np.issubdtype(counts.dtype, np.integer):
-            raise TypeError(f"Expected {name} to be integers, got dtype {counts.dtype}")
-        if counts.size and (counts.min() < 0 or counts.max() > length):
-            raise ValueError(f"Expected {name} in 0..{length}, the width of tokens; got {counts.tolist()}")
-        counts = jnp.asarray(counts.astype(np.int32))
-    if counts.shape != (batch,):
-        raise ValueError(f"Expected {name} to have shape ({batch},), one per row of tokens; got {counts.shape}")
-    return counts.astype(jnp.int32)
-
-
-def _check_cache(model: Model, cache: PagedCache, batch: int) -> None:
-    if not isinstance(cache, PagedCache):
-        raise TypeError(f"Expected cache to be a PagedCache (see jmla.init_cache), got {type(cache).__name__}")
-    check_alive(cache)
-    if cache.batch != batch:
-        raise ValueError(f"Expected tokens to have {cache.batch} rows, one per row of the cache; got {batch}")
-    counts = layer_counts(model.spec.config, model.spec.drafting)
-    names = {name for name, _ in cache.layouts}
-    if names - set(counts) or any(counts[n] and cache.pools[n].shape[0] % counts[n] for n in names):
-        raise ValueError(
-            f"Expected a cache made by jmla.init_cache for this model (streams {sorted(counts)}), "
-            f"got one with streams {sorted(names)}"
-        )
-
-
 # ---- public
 
 
@@ -244,8 +191,8 @@ def prefill(
     """
     tokens = check_ids(model.spec, tokens, "[B, T]")
     batch, length = tokens.shape
-    _check_cache(model, cache, batch)
-    lengths = _check_counts("lengths", lengths, batch, length)
+    check_cache(model, cache, batch)
+    lengths = check_counts("lengths", lengths, batch, length)
     if length == 0:
         raise ValueError(f"Expected tokens [B, T] with T >= 1, got shape {tokens.shape}")
     outputs, cache = _compiled("advance", donate)(
@@ -288,7 +235,7 @@ def decode(
     """
     tokens = check_ids(model.spec, tokens, "[B]")
     batch = tokens.shape[0]
-    _check_cache(model, cache, batch)
+    check_cache(model, cache, batch)
     counts = jnp.ones((batch,), jnp.int32) if active is None else jnp.asarray(active)
     if counts.shape != (batch,):
         raise ValueError(f"Expected active to have shape ({batch},), got {counts.shape}")
@@ -331,17 +278,17 @@ def draft(
     """
     if not model.spec.drafting:
         raise ValueError("Expected a model with a draft (MTP) block; this checkpoint was loaded without one")
-    single = np.ndim(tokens) == 1 if _is_host(tokens) else tokens.ndim == 1
+    single = np.ndim(tokens) == 1 if is_host(tokens) else tokens.ndim == 1
     tokens = check_ids(model.spec, tokens, "[B]" if single else "[B, T]")
     if single:
         tokens, hidden = tokens[:, None], hidden[:, None]
     batch, length = tokens.shape
-    _check_cache(model, cache, batch)
+    check_cache(model, cache, batch)
     config = model.spec.config
     width = (config.hc_mult, config.hidden_size) if model.spec.is_v4 else (config.hidden_size,)  # type: ignore[union-attr]
     if hidden.shape != (batch, length, *width):
         raise ValueError(f"Expected hidden to have shape {(batch, length, *width)}, got {hidden.shape}")
-    counts = _check_counts("lengths", np.full(batch, length) if lengths is None else lengths, batch, length)
+    counts = check_counts("lengths", np.full(batch, length) if lengths is None else lengths, batch, length)
     outputs, cache = _compiled("draft", donate)(
         spec=model.spec, params=model.params, cache=cache, hidden=hidden, tokens=tokens, counts=counts
     )
@@ -379,46 +326,3 @@ def forward(model: Model, tokens: Any, *, return_selected: bool = False) -> Any:
         raise ValueError(f"Expected 1..{model.spec.max_seq_len} tokens a row, got {tokens.shape[1]}")
     logits, selected = _forward(model.spec, model.params, tokens, return_selected)
     return (logits, selected) if return_selected else logits
-
-
-def make_model(
-    config: Any,
-    params: Mapping[str, Any],
-    *,
-    dtype: str = "bfloat16",
-    kv_layout: str = "auto",
-    implementation: str | None = None,
-    deterministic: bool | None = None,
-    max_seq_len: int | None = None,
-    drafting: bool | None = None,
-    text: Any = None,
-) -> Model:
-    """A model from its configuration and parameters.
-
-    Args:
-        config: V4Config or DsaConfig.
-        params: nested dict of arrays as ``abstract_params`` describes it.
-        dtype: "bfloat16" or "float32", the dtype of the weights.
-        kv_layout: cache format; "auto" is the family's FP8 format.
-        implementation: passed to every operation.
-        deterministic: bitwise independence of batch and chunking; default False.
-        max_seq_len: default: the configuration's ``max_position_embeddings``.
-        drafting: whether the draft block is there; default: whether ``params`` holds it.
-        text: tokenizer and generation defaults.
-    """
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
-    check_implementation(implementation)
-    longest = config.max_position_embeddings
-    if max_seq_len is not None and not 1 <= max_seq_len <= longest:
-        raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the model's max_position_embeddings")
-    spec = ModelSpec(
-        config=config,
-        dtype=dtype,
-        kv_layout=resolve_format(config, kv_layout),
-        implementation=implementation,
-        deterministic=bool(deterministic),
-        max_seq_len=longest if max_seq_len is None else max_seq_len,
-        drafting="draft" in params if drafting is None else drafting,
-    )
-    return Model(dict(params), spec, text)

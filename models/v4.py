@@ -14,11 +14,10 @@ from jmla import kernels
 from jmla.models import moe
 from jmla.models.config import V4Config
 from jmla.models.context import StepContext, Store
+from jmla.models.hyper import HyperHead, expand, head_logits, hyper_projection, sinkhorn, weighted_sum
 from jmla.models.layers import Packed, einsum, embed, product, rms_norm, swiglu, weight
 from jmla.models.rope import rotate_tail
 from jmla.models.spec import PAGE_TOKENS
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +59,6 @@ class Experts(nnx.Module):
             if routing == "hash"
             else None
         )
-
-
-class HyperHead(nnx.Module):
-    """Collapse of the residual streams into one, before the final norm."""
-
-    def __init__(self, config: V4Config):
-        self.fn = weight((config.hc_mult, config.hc_mult * config.hidden_size), "float32")
 
 
 class V4Layer(nnx.Module):
@@ -123,16 +115,6 @@ class V4Layer(nnx.Module):
         post = 2 * jax.nn.sigmoid(z[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         mix = sinkhorn((z[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n), c.hc_sinkhorn_iters, c.hc_eps)
         return weighted_sum(pre, x).astype(x.dtype), post, mix
-
-    @staticmethod
-    def expand(x: jax.Array, y: jax.Array, post: jax.Array, mix: jax.Array) -> jax.Array:
-        """Hyper-connection after a sublayer: ``X'_k = post_k y + sum_j mix[j, k] X_j``; ``[R, N, D]``."""
-        streams = x.shape[1]
-        y32, x32 = y.astype(jnp.float32), x.astype(jnp.float32)
-        out = post[..., None] * y32[:, None, :]
-        for j in range(streams):
-            out = out + mix[:, j, :, None] * x32[:, j, None, :]
-        return out.astype(x.dtype)
 
     def project(self, x: jax.Array, table: jax.Array) -> dict[str, jax.Array]:
         """Everything the attention needs of a row: query, KV, compressor and indexer projections.
@@ -246,7 +228,7 @@ class V4Layer(nnx.Module):
         out = self.attend(ctx, parts["q"], pools, local, window_offset, at)
 
         def finish(x: jax.Array, out: jax.Array, parts: dict[str, jax.Array], table: jax.Array, tokens: jax.Array):
-            x = self.expand(x, self.attention_output(out, table), parts["post"], parts["mix"])
+            x = expand(x, self.attention_output(out, table), parts["post"], parts["mix"])
             return x, self.route(x, tokens)
 
         kept = {"post": parts["post"], "mix": parts["mix"]}
@@ -265,7 +247,7 @@ class V4Layer(nnx.Module):
         )
 
         def finish(x: jax.Array, summed: jax.Array, r: dict[str, jax.Array]) -> jax.Array:
-            return self.expand(x, (summed + r["shared"]).astype(x.dtype), r["post"], r["mix"])
+            return expand(x, (summed + r["shared"]).astype(x.dtype), r["post"], r["mix"])
 
         return ctx.rowwise(finish, x, summed, routed)
 
@@ -359,33 +341,6 @@ class V4Layer(nnx.Module):
         return out
 
 
-def hyper_projection(x: jax.Array, fn: jax.Array, eps: float) -> jax.Array:
-    """``(fn . v) * rsqrt(mean(v^2) + eps)`` of the flattened streams ``v``; ``x [R, N, D]``, ``fn [M, N * D]``."""
-    flat = x.reshape(x.shape[0], -1).astype(jnp.float32)
-    norm = jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + eps)
-    return product(flat, fn) * norm
-
-
-def weighted_sum(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """``sum_i weights[:, i] * x[:, i]`` in float32, in this order; ``[R, D]``."""
-    total = weights[:, 0, None] * x[:, 0].astype(jnp.float32)
-    for i in range(1, x.shape[1]):
-        total = total + weights[:, i, None] * x[:, i].astype(jnp.float32)
-    return total
-
-
-def sinkhorn(logits: jax.Array, iters: int, eps: float) -> jax.Array:
-    """Near doubly stochastic ``[R, N, N]``: row softmax, then alternating normalisations ending on columns."""
-    mix = jax.nn.softmax(logits, axis=-1) + eps
-    mix = mix / (jnp.sum(mix, axis=-2, keepdims=True) + eps)
-
-    def step(mix: jax.Array, _: None) -> tuple[jax.Array, None]:
-        mix = mix / (jnp.sum(mix, axis=-1, keepdims=True) + eps)
-        return mix / (jnp.sum(mix, axis=-2, keepdims=True) + eps), None
-
-    return jax.lax.scan(step, mix, None, length=iters - 1)[0]
-
-
 class V4Ends(nnx.Module):
     """Embedding, the collapse of the streams, final norm and output head."""
 
@@ -411,15 +366,6 @@ class V4Ends(nnx.Module):
     def hidden(self, x: jax.Array) -> jax.Array:
         """What the draft block takes over: the streams themselves."""
         return x
-
-
-def head_logits(
-    config: V4Config, x: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, norm: jax.Array, head: jax.Array
-) -> jax.Array:
-    """Collapse with sigmoid weights, RMSNorm, output head; float32 logits ``[R, V]``."""
-    pre = jax.nn.sigmoid(hyper_projection(x, fn, config.rms_norm_eps) * scale[0] + base) + config.hc_eps
-    collapsed = rms_norm(weighted_sum(pre, x).astype(x.dtype), norm, config.rms_norm_eps)
-    return product(collapsed, head, jnp.float32)
 
 
 class V4Draft(nnx.Module):

@@ -1,12 +1,14 @@
 """Fixtures that several test modules share."""
 
 import dataclasses
+import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -59,3 +61,11 @@ def golden_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
         return made[case]
 
     return get
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _release_compiled_programs() -> Iterator[None]:
+    """Drops a module's compiled programs: on the CPU each holds hundreds of memory maps, which Linux limits."""
+    yield
+    jax.clear_caches()
+    gc.collect()

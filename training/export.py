@@ -1,6 +1,6 @@
 """Writes the trained model as the bundled checkpoint, in the dialect and number formats in which V4 is published.
 
-    python -m training.export --run runs/tiny --corpus runs/corpus --out jmla/data/jmla-tiny-v4
+python -m training.export --run runs/tiny --corpus runs/corpus --out jmla/data/jmla-tiny-v4
 """
 
 import argparse

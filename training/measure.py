@@ -49,9 +49,7 @@ def draft_acceptance(model: Model, tokens: np.ndarray, starts: list[int], length
     for start in starts:
         ids = tokens[start : start + length + 1].astype(np.int32)[None]
         cache = jmla.init_cache(model, 1, length)
-        logits, hidden, cache = jmla.prefill(
-            model, ids[:, :-1], [length], cache, all_logits=True, return_hidden=True
-        )
+        logits, hidden, cache = jmla.prefill(model, ids[:, :-1], [length], cache, all_logits=True, return_hidden=True)
         drafted, _, cache = jmla.draft(model, hidden, ids[:, 1:], cache)
         hits.append(np.argmax(drafted[0, :-1], -1) == np.argmax(logits[0, 1:], -1))
     return float(np.concatenate(hits).mean())

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jmla.models import rope
 from jmla.models.config import V4Config
+from jmla.models.hyper import expand
 from jmla.models.layers import product, rms_norm, swiglu
 from jmla.models.params import draft_module, ends_module, graphdef, layer_module, layer_stacks
 from jmla.models.v4 import V4Layer
@@ -167,13 +168,13 @@ def run_layer(
         parts |= index_parts(layer, x, flat)
     shaped = {name: p.reshape(batch, length, *p.shape[1:]) for name, p in parts.items()}
     out = attention(layer, shaped, table, tally).reshape(batch * length, *parts["q"].shape[1:])
-    x = layer.expand(x, layer.attention_output(out, flat), parts["post"], parts["mix"])
+    x = expand(x, layer.attention_output(out, flat), parts["post"], parts["mix"])
     routed = layer.route(x, tokens.reshape(-1))
     if layer.kind.routing == "learned":
         count = layer.config.n_routed_experts
         tally.loads[path] = jnp.mean(jax.nn.one_hot(routed["chosen"], count, dtype=jnp.float32), axis=(0, 1))
     summed = dense_experts(layer, routed["h"], routed["chosen"], routed["weights"])
-    x = layer.expand(x, (summed + routed["shared"]).astype(x.dtype), routed["post"], routed["mix"])
+    x = expand(x, (summed + routed["shared"]).astype(x.dtype), routed["post"], routed["mix"])
     return x.reshape(batch, length, *x.shape[1:])
 
 

@@ -19,6 +19,7 @@ def quantise_query(q: jax.Array, weights: jax.Array, layout: KVLayout) -> tuple[
     if layout.hadamard:
         q = hadamard(q)
     codes, scales = quantise(q, q.shape[-1], "float32", MIN_AMAX)
+    codes = jax.lax.optimization_barrier(codes)  # or XLA may take the casts to e4m3 and back for nothing
     return codes.astype(jnp.float32), weights * scales[..., 0]
 
 
