@@ -111,14 +111,14 @@ def _state_shapes(spec: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
 
 
 def init_cache(
-    model: Model, batch: int, max_seq_len: int | None = None, *, whole_window: bool = False, dtype: str | None = None
+    model: Model, batch: int, max_seq_len: int, *, whole_window: bool = False, dtype: str | None = None
 ) -> PagedCache:
     """An empty cache for ``batch`` sequences of up to ``max_seq_len`` tokens each, all pages handed out.
 
     Args:
         model: the loaded model.
         batch: rows.
-        max_seq_len: tokens a row can hold; default: the model's ``max_seq_len``.
+        max_seq_len: tokens a row can hold.
         whole_window: keep every window page (V4) instead of running round the last few.
         dtype: a plain dtype to use in place of the model's cache format.
 
@@ -126,7 +126,6 @@ def init_cache(
         ValueError: ``batch`` or ``max_seq_len`` out of range, or more pages than int32 slot ids can address.
     """
     spec = model.spec
-    max_seq_len = spec.max_seq_len if max_seq_len is None else max_seq_len
     if not isinstance(batch, int | np.integer) or batch < 1:
         raise ValueError(f"Expected {batch=} to be a positive integer")
     if not isinstance(max_seq_len, int | np.integer) or not 1 <= max_seq_len <= spec.max_seq_len:

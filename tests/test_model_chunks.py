@@ -154,7 +154,8 @@ def test_fp8_caches_are_chunk_independent_too(family):
     expected = whole(model, ids)
     np.testing.assert_array_equal(in_pieces(model, ids, [7, 1, 9, 16, 7]), expected)
     exact = whole(tiny_model(family), ids)
-    assert 0 < np.abs(expected - exact).max() < 0.5
+    # Rounding is small, but where it flips a close choice of key or expert a random model jumps: so the median.
+    assert 0 < np.median(np.abs(expected - exact)) < 0.1
     assert np.isfinite(expected).all()
 
 

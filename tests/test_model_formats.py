@@ -18,7 +18,8 @@ CASES = [
     ("v32", "transformers", "fp8"),
     ("v32", "transformers", "nvfp4"),
     ("glm", "transformers", "nvfp4"),
-    ("glm", "fused", "nvfp4_compressed"),
+    ("glm", "fused", "fp8"),
+    ("glm", "transformers", "nvfp4_compressed"),
     ("glm", "transformers", "fp8_tensor"),
 ]
 
