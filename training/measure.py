@@ -71,7 +71,7 @@ def draw(log: Path, picture: Path) -> None:
     axes[0].set(xlabel="step", ylabel="loss, nats a token", ylim=(1, 3))
     axes[0].legend()
     axes[1].plot([r["step"] for r in rows], [r["index"] for r in rows], lw=0.8)
-    axes[1].set(xlabel="step", ylabel="indexer: divergence from the heads' attention, nats")
+    axes[1].set(xlabel="step", ylabel="index loss, nats")
     figure.savefig(picture, dpi=90)
 
 
