@@ -30,10 +30,14 @@ class PagedCache:
             uint8 ``[layers * pages, page_stride]``, or typed ``[layers * pages, page_size * width]`` for plain formats.
         states: V4's running compressor windows by stream, float32 ``[layers, B, ring, 2 * width]``.
         table: ``[B, pages of a row]`` int32 page ids, -1 for none.
-        window_table: the same for the window stream (V4), else None.
+        window_table: the same for the window stream (V4), else None. ``init_cache`` hands out just the pages that the
+            window and one chunk need, and the table runs round them: the page of a position that has passed out of the
+            window holds newer tokens, which the window's bounds keep from being read as old ones.
         lengths: ``[B]`` int32 tokens in the cache.
         draft_lengths: ``[B]`` int32 tokens that the draft block has seen.
         layouts: the byte layout of each stream (static).
+        layers: how many layers write each stream (static).
+        chunk: most tokens of a row that one pass may append, for the window's pages to suffice (static).
         max_seq_len: most tokens a row can hold (static).
     """
 
@@ -44,6 +48,8 @@ class PagedCache:
     lengths: jax.Array
     draft_lengths: jax.Array
     layouts: tuple[tuple[str, KVLayout], ...] = dataclasses.field(metadata={"static": True})
+    layers: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
+    chunk: int = dataclasses.field(metadata={"static": True})
     max_seq_len: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -96,6 +102,12 @@ def _window_pages(spec: ModelSpec) -> int:
     """Pages that hold the window before a chunk, and the chunk: the row's window table runs round them."""
     window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
     return -(-(window - 1 + spec.prefill_chunk) // PAGE_TOKENS) + 1
+
+
+def _longest_chunk(spec: ModelSpec, window_pages: int) -> int:
+    """Tokens that fit beside the window before them, wherever in a page they start."""
+    window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 1
+    return (window_pages - 1) * PAGE_TOKENS - (window - 1)
 
 
 def _state_shapes(spec: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
@@ -160,6 +172,8 @@ def init_cache(
         lengths=jnp.zeros((batch,), jnp.int32),
         draft_lengths=jnp.zeros((batch,), jnp.int32),
         layouts=tuple(layouts.items()),
+        layers=tuple(counts.items()),
+        chunk=max_seq_len if window_pages == row_pages else _longest_chunk(spec, window_pages),
         max_seq_len=max_seq_len,
     )
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jmla import kernels
+from jmla.kernels import dispatch
 from jmla.kernels.layouts import KVLayout
 from jmla.kernels.rowwise import rowwise
 from jmla.models import rope
+from jmla.models.config import Yarn
 from jmla.models.spec import ModelSpec
 
 Store = dict[str, dict[str, jax.Array]]  # {"pools": ..., "states": ...}, carried through the layers
@@ -58,10 +60,21 @@ class StepContext:
     def rowwise(self, fn: Callable[..., Any], *rows: Any) -> Any:
         return rowwise(fn, *rows, deterministic=self.spec.deterministic)
 
-    def rotary(self, positions: jax.Array, dims: int, theta: float, yarn: Any) -> jax.Array:
+    def rotary(
+        self, positions: jax.Array, dims: int, theta: float, yarn: Yarn | None, magnitude: float = 1.0
+    ) -> jax.Array:
         """``[R, dims]`` table rows of ``positions [R]``, row by row."""
         frequencies = rope.inverse_frequencies(dims, theta, yarn)
-        return self.rowwise(lambda p: rope.cos_sin(p, frequencies), jnp.maximum(positions, 0))
+        return self.rowwise(lambda p: rope.cos_sin(p, frequencies, magnitude), jnp.maximum(positions, 0))
+
+    def implementation(self, op: str) -> str | None:
+        """The model's named implementation where the operation has it, else None: the best there is."""
+        named = self.spec.implementation
+        return named if named in dispatch.implementations(op) else None
+
+    def without_padding(self, chosen: jax.Array) -> jax.Array:
+        """Expert choices ``[R, k]`` with -1 in rows that hold no token, so that no expert runs for them."""
+        return jnp.where(self.flat_positions[:, None] >= 0, chosen, -1)
 
     def visible(self, ratio: int) -> jax.Array:
         """``[R]`` compressed entries that a row sees: ``(position + 1) // ratio``; 0 for padding."""
@@ -80,7 +93,14 @@ class StepContext:
     def slots(self, local: jax.Array, table: jax.Array, page_size: int, offset: jax.Array) -> jax.Array:
         """Physical slots ``[B, n]`` of request-local ordinals ``local [B, n]``; -1 stays -1."""
         rows = jnp.arange(local.shape[0], dtype=jnp.int32)
-        slots, _ = kernels.resolve_slots(local, rows, table, page_size=page_size, layer_offset=offset)
+        slots, _ = kernels.resolve_slots(
+            local,
+            rows,
+            table,
+            page_size=page_size,
+            layer_offset=offset,
+            implementation=self.implementation("resolve_slots"),
+        )
         return slots
 
     def page_table(self, table: jax.Array, kernel_pages: int, offset: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from jmla.models.config import DsaConfig
 from jmla.models.context import StepContext, Store
 from jmla.models.layers import Packed, einsum, embed, layer_norm, product, rms_norm, swiglu, weight
 from jmla.models.rope import rotate_head, rotate_tail
+from jmla.models.select import select
 from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS
 
 KEY_NORM_EPS = 1e-6  # of the indexer's LayerNorm, in all checkpoints
@@ -147,7 +148,7 @@ class DsaLayer(nnx.Module):
             New rows, new store, and the selection ``[R, k]`` that the layer attended.
         """
         c = self.config
-        table = ctx.rotary(ctx.flat_positions, c.qk_rope_head_dim, c.rope_theta, c.yarn)
+        table = ctx.rotary(ctx.flat_positions, c.qk_rope_head_dim, c.rope_theta, c.yarn, rotary_magnitude(c))
         parts = ctx.rowwise(self.project, x, table)
         pools = dict(store["pools"])
         offset = at["latent"] * ctx.layer_pages("latent", pools) * LATENT_PAGE
@@ -160,6 +161,7 @@ class DsaLayer(nnx.Module):
             norm_weight=self.small["kv_norm"],
             eps=c.latent_norm_eps,
             cos_sin=table,
+            implementation=ctx.implementation("kv_pack"),
         )
         if self.kind.indexer == "full":
             chosen = self.select(ctx, parts, pools, at)
@@ -179,12 +181,18 @@ class DsaLayer(nnx.Module):
             scale=softmax_scale(c),
             v_dim=c.kv_lora_rank,
             deterministic=ctx.spec.deterministic,
-            implementation=ctx.spec.implementation,
+            implementation=ctx.implementation("sparse_mla"),
         )
         x, routed = ctx.rowwise(self.finish, x, out)
         if routed:
             summed = moe.experts(
-                routed["h"], routed["chosen"], routed["weights"], self.moe.gate_up[...], self.moe.down[...], None
+                routed["h"],
+                ctx.without_padding(routed["chosen"]),
+                routed["weights"],
+                self.moe.gate_up[...],
+                self.moe.down[...],
+                None,
+                at.get("repeat"),
             )
             x = ctx.rowwise(lambda x, a, b: x + (a + b).astype(x.dtype), x, summed, routed["shared"])
         return x, {"pools": pools, "states": store["states"]}, chosen
@@ -195,17 +203,18 @@ class DsaLayer(nnx.Module):
         """Writes the rows' index keys and picks the ``index_topk`` best keys that each row may see."""
         pages = at["index"] * ctx.layer_pages("index", pools)
         slots = ctx.slots(ctx.positions, ctx.table, PAGE_TOKENS, pages * LATENT_PAGE).reshape(-1)
-        pools["index"] = kernels.kv_pack(parts["index_k"], slots, pools["index"], layout=ctx.layouts["index"])
-        visible = ctx.visible(1)
-        scores = kernels.index_scores(
-            parts["index_q"],
-            parts["index_weights"],
+        pools["index"] = kernels.kv_pack(
+            parts["index_k"],
+            slots,
             pools["index"],
             layout=ctx.layouts["index"],
-            lengths=visible,
-            table=ctx.page_table(ctx.table, PAGE_TOKENS // LATENT_PAGE, pages),
+            implementation=ctx.implementation("kv_pack"),
         )
-        return kernels.top_k(scores, visible, self.config.index_topk)
+        visible = ctx.visible(1)
+        table = ctx.page_table(ctx.table, PAGE_TOKENS // LATENT_PAGE, pages)
+        return select(
+            ctx, parts["index_q"], parts["index_weights"], pools["index"], table, visible, self.config.index_topk
+        )
 
 
 def softmax_scale(config: DsaConfig) -> float:
@@ -215,6 +224,16 @@ def softmax_scale(config: DsaConfig) -> float:
     if yarn is not None and yarn.mscale_all_dim:
         scale *= yarn_magnitude(yarn.factor, yarn.mscale_all_dim) ** 2
     return scale
+
+
+def rotary_magnitude(config: DsaConfig) -> float:
+    """Factor on cosines and sines: 1 without YaRN; the quotient of its two magnitudes, or its default without them."""
+    yarn = config.yarn
+    if yarn is None:
+        return 1.0
+    if yarn.mscale and yarn.mscale_all_dim:
+        return yarn_magnitude(yarn.factor, yarn.mscale) / yarn_magnitude(yarn.factor, yarn.mscale_all_dim)
+    return yarn_magnitude(yarn.factor, 1.0)
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:

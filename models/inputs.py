@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmla.kernels.layouts import KVLayout
 from jmla.models.cache import PagedCache, check_alive
 from jmla.models.params import layer_counts
-from jmla.models.spec import Model, ModelSpec
+from jmla.models.spec import Model, ModelSpec, cache_layouts
 
 Array = jax.Array
 
@@ -54,10 +55,20 @@ def check_cache(model: Model, cache: PagedCache, batch: int) -> None:
     check_alive(cache)
     if cache.batch != batch:
         raise ValueError(f"Expected tokens to have {cache.batch} rows, one per row of the cache; got {batch}")
-    counts = layer_counts(model.spec.config, model.spec.drafting)
-    names = {name for name, _ in cache.layouts}
-    if names - set(counts) or any(counts[n] and cache.pools[n].shape[0] % counts[n] for n in names):
+    spec = model.spec
+    wanted = (tuple(cache_layouts(spec).items()), tuple(layer_counts(spec.config, spec.drafting).items()))
+    if (cache.layouts, cache.layers) != wanted:
         raise ValueError(
-            f"Expected a cache made by jmla.init_cache for this model (streams {sorted(counts)}), "
-            f"got one with streams {sorted(names)}"
+            f"Expected a cache made by jmla.init_cache for this model: {_describe(*wanted)}; "
+            f"got one of {_describe(cache.layouts, cache.layers)}"
         )
+    if cache.chunk < min(spec.prefill_chunk, cache.max_seq_len):
+        raise ValueError(
+            f"Expected a cache whose window pages take chunks of {spec.prefill_chunk} tokens, the model's "
+            f"prefill_chunk; this one was made for at most {cache.chunk}"
+        )
+
+
+def _describe(layouts: tuple[tuple[str, KVLayout], ...], layers: tuple[tuple[str, int], ...]) -> str:
+    counts = dict(layers)
+    return ", ".join(f"{counts[name]} x {name} {layout.name}" for name, layout in layouts)

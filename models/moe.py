@@ -69,6 +69,7 @@ def experts(
     gate_up: jax.Array,
     down: jax.Array,
     limit: float | None,
+    layer: jax.Array | int | None = None,
 ) -> jax.Array:
     """Sum over the chosen experts of ``weight * down(swiglu(gate_up x))``.
 
@@ -79,15 +80,16 @@ def experts(
         x: ``[R, D]`` rows.
         chosen: ``[R, k]`` int32 expert ids; -1 contributes nothing.
         weights: ``[R, k]`` float32.
-        gate_up: ``[E, 2I, D]``, gate rows first.
-        down: ``[E, D, I]``.
+        gate_up: ``[E, 2I, D]``, gate rows first; or those of several layers, ``[L, E, 2I, D]``.
+        down: ``[E, D, I]``, or ``[L, E, D, I]``.
         limit: clamp of the activation, or None.
+        layer: which of several layers; only the experts in use are then read, where a slice would copy them all.
 
     Returns:
         ``[R, D]`` float32.
     """
     rows, k = chosen.shape
-    num_experts = gate_up.shape[0]
+    num_experts = gate_up.shape[-3]
     pairs = rows * k
     expert = jnp.where(chosen >= 0, chosen, num_experts).reshape(pairs)
     order = jnp.argsort(expert, stable=True)
@@ -107,8 +109,9 @@ def experts(
         tile, e = inputs
 
         def run(tile: jax.Array) -> jax.Array:
-            hidden = swiglu(product(tile, gate_up[e], jnp.float32), limit).astype(tile.dtype)
-            return product(hidden, down[e], jnp.float32)
+            at = e if layer is None else (layer, e)
+            hidden = swiglu(product(tile, gate_up[at], jnp.float32), limit).astype(tile.dtype)
+            return product(hidden, down[at], jnp.float32)
 
         return jax.lax.cond(e < num_experts, run, lambda tile: jnp.zeros(tile.shape, jnp.float32), tile)
 

@@ -9,6 +9,7 @@ import jax
 from jmla.kernels import dispatch, layouts
 from jmla.kernels.layouts import KVLayout
 from jmla.models.config import DsaConfig, V4Config
+from jmla.models.options import check_dtype, check_max_seq_len
 
 PAGE_TOKENS = 256  # raw tokens that a page covers in every stream
 LATENT_PAGE = 64  # rows of a kernel page of V3.2 and GLM: four of them are one page
@@ -144,19 +145,14 @@ def make_model(
         drafting: whether the draft block is there; default: whether ``params`` holds it.
         text: tokenizer and generation defaults.
     """
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
     check_implementation(implementation)
-    longest = config.max_position_embeddings
-    if max_seq_len is not None and not 1 <= max_seq_len <= longest:
-        raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the model's max_position_embeddings")
     spec = ModelSpec(
         config=config,
-        dtype=dtype,
+        dtype=check_dtype(dtype),
         kv_layout=resolve_format(config, kv_layout),
         implementation=implementation,
         deterministic=bool(deterministic),
-        max_seq_len=longest if max_seq_len is None else max_seq_len,
+        max_seq_len=check_max_seq_len(max_seq_len, config.max_position_embeddings),
         drafting="draft" in params if drafting is None else drafting,
     )
     return Model(dict(params), spec, text)

@@ -170,7 +170,8 @@ def prefill(
 ) -> Any:
     """Appends tokens to the sequences of a cache. Call it again for the next chunk of a prompt.
 
-    The result does not depend on how a prompt is cut into calls, on the other rows, or on page placement.
+    The result does not depend on how a prompt is cut into calls, on the other rows, or on page placement. Tokens that
+    would pass the cache's ``max_seq_len`` are dropped: the row's length stops there, and their logits are zeros.
 
     Args:
         model: the loaded model.
@@ -192,7 +193,9 @@ def prefill(
     tokens = check_ids(model.spec, tokens, "[B, T]")
     batch, length = tokens.shape
     check_cache(model, cache, batch)
-    lengths = check_counts("lengths", lengths, batch, length)
+    counts = check_counts("lengths", lengths, batch, length)
+    if is_host(lengths) and np.max(lengths) > cache.max_seq_len:
+        raise ValueError(f"Expected lengths of at most {cache.max_seq_len}, the cache's max_seq_len; got {lengths}")
     if length == 0:
         raise ValueError(f"Expected tokens [B, T] with T >= 1, got shape {tokens.shape}")
     outputs, cache = _compiled("advance", donate)(
@@ -200,7 +203,7 @@ def prefill(
         params=model.params,
         cache=cache,
         tokens=tokens,
-        counts=lengths,
+        counts=counts,
         all_logits=all_logits,
         return_hidden=return_hidden,
     )
@@ -217,7 +220,7 @@ def decode(
     return_hidden: bool = False,
     donate: bool = True,
 ) -> Any:
-    """Appends one token to each sequence of a cache.
+    """Appends one token to each sequence of a cache; a full row stays as it is, and its logits are zeros.
 
     Args:
         model: the loaded model.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jmla.kernels.checks import check_values, checking
 from jmla.models.cache import PagedCache
 from jmla.models.context import StepContext, Store
 from jmla.models.params import (
@@ -21,6 +22,7 @@ from jmla.models.params import (
 from jmla.models.spec import ModelSpec
 
 Selected = dict[int, jax.Array]
+EXPERTS = ("gate_up", "down")  # the routed experts' parameters, by far the largest
 
 
 def ends(spec: ModelSpec, params: dict[str, Any]) -> Any:
@@ -75,13 +77,14 @@ def _run_stack(
     keep_selected: bool,
 ) -> tuple[jax.Array, Store, jax.Array | None, dict[int, jax.Array]]:
     config, dtype = ctx.spec.config, ctx.spec.dtype
+    params, held = _hold_experts(params)
     in_unit = {name: sum(name in streams_of(kind) for kind in stack.unit) for name in base}
 
     def unit(x: jax.Array, store: Store, carried: jax.Array | None, weights: dict[str, Any], repeat: Any) -> Any:
-        at = {name: base[name] + repeat * in_unit[name] for name in base}
+        at = {"repeat": repeat} | {name: base[name] + repeat * in_unit[name] for name in base}
         chosen = {}
         for j, kind in enumerate(stack.unit):
-            layer = nnx.merge(graphdef(layer_module(config, kind, dtype)), weights[str(j)])
+            layer = nnx.merge(graphdef(layer_module(config, kind, dtype)), _with_experts(weights[str(j)], held[str(j)]))
             if ctx.spec.is_v4:
                 x, store, picked = layer(ctx, x, store, at)
             else:
@@ -89,7 +92,7 @@ def _run_stack(
                 carried = picked
             if keep_selected and picked is not None and "index" in streams_of(kind):
                 chosen[j] = picked
-            at = {name: at[name] + (name in streams_of(kind)) for name in at}
+            at = {name: ordinal + (name in streams_of(kind)) for name, ordinal in at.items()}
         return x, store, carried, chosen
 
     if stack.repeats == 1:
@@ -110,6 +113,21 @@ def _run_stack(
         body, (x, store, carried), (params, jnp.arange(stack.repeats, dtype=jnp.int32))
     )
     return x, store, carried, chosen
+
+
+def _hold_experts(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Takes the routed experts out of a stack's parameters: a scan would copy a layer's experts to slice them."""
+    held = {j: {name: layer["moe"][name] for name in EXPERTS} if "moe" in layer else {} for j, layer in params.items()}
+    rest = {
+        j: layer | {"moe": {name: w for name, w in layer["moe"].items() if name not in EXPERTS}} if held[j] else layer
+        for j, layer in params.items()
+    }
+    return rest, held
+
+
+def _with_experts(layer: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+    """A layer's parameters with the experts of its whole stack, among which ``at["repeat"]`` chooses."""
+    return layer | {"moe": layer["moe"] | held} if held else layer
 
 
 def run_draft(
@@ -137,8 +155,15 @@ def make_context(
 ) -> StepContext:
     """The context of a pass over ``tokens [B, T]``, of which row ``b`` has ``counts[b]`` valid ones from ``starts[b]``.
 
-    Tokens past the cache's capacity are treated as padding.
+    Tokens past the cache's capacity are treated as padding; inside ``jmla.debug_checks()`` they are reported, and ids
+    outside the vocabulary too.
     """
+    if checking():
+        room = f"not to pass the cache's max_seq_len={cache.max_seq_len}"
+        check_values("step", "lengths after the call", starts + counts > cache.max_seq_len, starts + counts, room)
+        vocab = spec.config.vocab_size
+        bad = ((tokens < 0) | (tokens >= vocab)) & (jnp.arange(tokens.shape[1]) < counts[:, None])
+        check_values("step", "tokens", bad, tokens, f"to be in 0..{vocab - 1}")
     counts = jnp.clip(counts, 0, jnp.minimum(tokens.shape[1], cache.max_seq_len - starts))
     ordinal = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.where(ordinal < counts[:, None], starts[:, None] + ordinal, -1)

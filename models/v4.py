@@ -17,6 +17,7 @@ from jmla.models.context import StepContext, Store
 from jmla.models.hyper import HyperHead, expand, head_logits, hyper_projection, sinkhorn, weighted_sum
 from jmla.models.layers import Packed, einsum, embed, product, rms_norm, swiglu, weight
 from jmla.models.rope import rotate_tail
+from jmla.models.select import select
 from jmla.models.spec import PAGE_TOKENS
 
 
@@ -197,31 +198,24 @@ class V4Layer(nnx.Module):
         pools["window"] = self.pack(ctx, "window", parts["kv"], slots, pools["window"], "kv_norm", table)
         chosen, local, stream = None, None, self.kind.attention
         if stream != "window":
-            self.compress(
-                ctx, stream, "compressor_norm", self.compressor, parts["values"], parts["gates"], pools, states, at
+            pools[stream], states[stream] = self.compress(
+                ctx, stream, parts["values"], parts["gates"], pools, states, at
             )
         if stream == "csa":
-            self.compress(
-                ctx,
-                "index",
-                "indexer_norm",
-                self.indexer,
-                parts["index_values"],
-                parts["index_gates"],
-                pools,
-                states,
-                at,
+            pools["index"], states["index"] = self.compress(
+                ctx, "index", parts["index_values"], parts["index_gates"], pools, states, at
             )
             visible = ctx.visible(self.config.csa_ratio)
-            scores = kernels.index_scores(
+            table_here = ctx.page_table(ctx.table, 1, at["csa"] * ctx.layer_pages("index", pools))
+            chosen = local = select(
+                ctx,
                 parts["index_q"],
                 parts["index_weights"],
                 pools["index"],
-                layout=ctx.layouts["index"],
-                lengths=visible,
-                table=ctx.page_table(ctx.table, 1, at["csa"] * ctx.layer_pages("index", pools)),
+                table_here,
+                visible,
+                self.config.index_topk,
             )
-            chosen = local = kernels.top_k(scores, visible, self.config.index_topk)
         elif stream == "hca":
             entry = jnp.arange(max(ctx.capacity // self.config.hca_ratio, 1), dtype=jnp.int32)
             local = jnp.where(entry < ctx.visible(self.config.hca_ratio)[:, None], entry, -1)
@@ -233,23 +227,26 @@ class V4Layer(nnx.Module):
 
         kept = {"post": parts["post"], "mix": parts["mix"]}
         x, routed = ctx.rowwise(finish, x, out, kept, table, ctx.tokens)
-        return self.feed_forward(ctx, x, routed), {"pools": pools, "states": states}, chosen
+        return self.feed_forward(ctx, x, routed, at.get("repeat")), {"pools": pools, "states": states}, chosen
 
-    def feed_forward(self, ctx: StepContext, x: jax.Array, routed: dict[str, jax.Array]) -> jax.Array:
-        h = routed.pop("h")
+    def feed_forward(
+        self, ctx: StepContext, x: jax.Array, routed: dict[str, jax.Array], repeat: jax.Array | int | None
+    ) -> jax.Array:
+        """The experts that ``route`` chose, the shared expert, and the hyper-connection after them."""
         summed = moe.experts(
-            h,
-            routed.pop("chosen"),
-            routed.pop("weights"),
+            routed["h"],
+            ctx.without_padding(routed["chosen"]),
+            routed["weights"],
             self.moe.gate_up[...],
             self.moe.down[...],
             self.config.swiglu_limit,
+            repeat,
         )
 
-        def finish(x: jax.Array, summed: jax.Array, r: dict[str, jax.Array]) -> jax.Array:
-            return expand(x, (summed + r["shared"]).astype(x.dtype), r["post"], r["mix"])
+        def finish(x: jax.Array, summed: jax.Array, shared: jax.Array, post: jax.Array, mix: jax.Array) -> jax.Array:
+            return expand(x, (summed + shared).astype(x.dtype), post, mix)
 
-        return ctx.rowwise(finish, x, summed, routed)
+        return ctx.rowwise(finish, x, summed, routed["shared"], routed["post"], routed["mix"])
 
     def rotary(self, ctx: StepContext, positions: jax.Array) -> jax.Array:
         """Sliding layers use the base theta without YaRN; compressing ones theirs with YaRN, for all of their parts."""
@@ -276,12 +273,27 @@ class V4Layer(nnx.Module):
             norm_weight=self.small[norm],
             eps=self.config.rms_norm_eps,
             cos_sin=table,
+            implementation=ctx.implementation("kv_pack"),
         )
 
-    def compress(self, ctx, stream, norm, compressor, values, gates, pools, states, at) -> None:
-        """Advances a compressor over the pass and writes the entries it completes; updates ``pools`` and ``states``."""
-        ratio = self.config.hca_ratio if stream == "hca" else self.config.csa_ratio
-        kind = "hca" if stream == "hca" else "csa"
+    def compress(
+        self,
+        ctx: StepContext,
+        stream: str,
+        values: jax.Array,
+        gates: jax.Array,
+        pools: dict[str, jax.Array],
+        states: dict[str, jax.Array],
+        at: dict[str, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Advances the compressor of a stream over the pass and writes the entries it completes.
+
+        Returns:
+            The stream's pool and running state after it.
+        """
+        kind = self.kind.attention
+        ratio = self.config.hca_ratio if kind == "hca" else self.config.csa_ratio
+        compressor, norm = (self.indexer, "indexer_norm") if stream == "index" else (self.compressor, "compressor_norm")
         batch, tokens = ctx.positions.shape
         state = jax.lax.dynamic_index_in_dim(states[stream], at[kind], keepdims=False)
         entries, state = kernels.compress(
@@ -292,13 +304,14 @@ class V4Layer(nnx.Module):
             ratio=ratio,
             overlap=kind == "csa",
             ape=compressor.ape[...],
+            implementation=ctx.implementation("compress"),
         )
-        states[stream] = jax.lax.dynamic_update_index_in_dim(states[stream], state, at[kind], 0)
         closing, size = ctx.closing(ratio), PAGE_TOKENS // ratio
         slots = ctx.slots(closing, ctx.table, size, at[kind] * ctx.layer_pages(stream, pools) * size).reshape(-1)
         rows = entries.reshape(batch * closing.shape[1], -1).astype(self.wkv.dtype)
         table = self.rotary(ctx, jnp.maximum(closing.reshape(-1), 0) * ratio)
-        pools[stream] = self.pack(ctx, stream, rows, slots, pools[stream], norm, table)
+        pool = self.pack(ctx, stream, rows, slots, pools[stream], norm, table)
+        return pool, jax.lax.dynamic_update_index_in_dim(states[stream], state, at[kind], 0)
 
     def attend(
         self,
@@ -336,7 +349,7 @@ class V4Layer(nnx.Module):
             extra=extra,
             sinks=self.small["attn_sink"],
             deterministic=ctx.spec.deterministic,
-            implementation=ctx.spec.implementation,
+            implementation=ctx.implementation("sparse_mla"),
         )
         return out
 

@@ -230,6 +230,8 @@ def _store_fused(tensors: Tensors, members: dict[tuple[int, int], str], number_f
     stacks: dict[str, list[np.ndarray]] = {}
     twin: Tensors = {}
     suffixes = {".weight": "", ".weight_scale": "_scale", ".weight_scale_2": "_scale_2", ".s": "_scale_inv"}
+    suffixes |= {".weight_packed": "_packed", ".weight_global_scale": "_global_scale"}
+    suffixes |= {".input_global_scale": "_input_global_scale"}
     for expert in range(1 + max(e for e, _ in members)):
         names = [members[expert, j] for j in (0, 1) if (expert, j) in members]
         matrix = np.concatenate([tensors[name] for name in names])

@@ -1,8 +1,11 @@
 """Bad inputs, each with its one clear error: before anything runs, naming what is wrong and what is allowed."""
 
 import dataclasses
+import fnmatch
 import functools
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -235,6 +238,8 @@ OPTIONS = [
     ({"max_seq_len": 0}, r"max_seq_len=0 .* 1\.\.2560"),
     ({"max_seq_len": 2561}, r"max_seq_len=2561 .* 1\.\.2560"),
     ({"max_seq_len": 1.5}, r"max_seq_len=1.5"),
+    ({"max_seq_len": True}, r"max_seq_len=True .* integer in 1\.\.2560"),
+    ({"max_seq_len": np.int64(2561)}, r"max_seq_len=.*2561.* 1\.\.2560"),
 ]
 
 
@@ -242,6 +247,23 @@ OPTIONS = [
 def test_load_options(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         jmla.load(write(tmp_path, config=to_dict(V32)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [o for o in OPTIONS if {"dtype", "max_seq_len"} & o[0].keys()], ids=str
+)
+def test_make_model_options_are_worded_alike(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message) as made:
+        make_model(V32, {}, **options)
+    with pytest.raises(ValueError, match=message) as loaded:
+        jmla.load(write(tmp_path, config=to_dict(V32)), **options)
+    assert str(made.value) == str(loaded.value)
+
+
+def test_max_seq_len_of_any_integer_type():
+    spec = make_model(V32, {}, max_seq_len=np.int64(40)).spec
+    assert type(spec.max_seq_len) is int
+    assert spec.max_seq_len == 40
 
 
 def test_checkpoint_without_weights(tmp_path):
@@ -276,6 +298,29 @@ def test_broken_tokenizer(tmp_path):
         read_text_support(write(tmp_path, tokenizer_config={"add_bos_token": True, "bos_token": "<none>"}))
 
 
+def test_hub_download_leaves_subfolders(tmp_path, monkeypatch):
+    """Patterns are matched against whole paths, where * goes through slashes."""
+    asked = {}
+
+    def snapshot_download(name, **patterns):
+        asked.update(patterns, name=name)
+        return tmp_path
+
+    fake = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    assert hub.resolve("owner/model") == tmp_path
+    assert asked.pop("name") == "owner/model"
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
+    others = ["original/model.safetensors", "inference/config.json", "a/b/c.safetensors", "pytorch_model.bin"]
+
+    def kept(file):
+        return any(fnmatch.fnmatch(file, p) for p in asked["allow_patterns"]) and not any(
+            fnmatch.fnmatch(file, p) for p in asked["ignore_patterns"]
+        )
+
+    assert [file for file in files + others if kept(file)] == files
+
+
 def test_paths(tmp_path, monkeypatch):
     file = tmp_path / "model.safetensors"
     file.touch()
@@ -286,6 +331,6 @@ def test_paths(tmp_path, monkeypatch):
     for nothing in ("", None, 7):
         with pytest.raises(TypeError, match="checkpoint directory or a hub id"):
             hub.resolve(nothing)
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"pip install 'jmla\[hub\]'"):
         hub.resolve("owner/model")

@@ -332,6 +332,15 @@ def test_interleaving_of_the_indexer_when_absent():
         assert from_dict(without).indexer_rope_interleave is expected
 
 
+def test_compress_ratios_with_more_zeros_than_draft_blocks():
+    """A later upload of V4-Flash has 46 entries for 43 layers."""
+    for more in ([0], [0, 0]):
+        assert from_dict(V4_FLASH | {"compress_ratios": V4_FLASH["compress_ratios"] + more}) == from_dict(V4_FLASH)
+    unsaid = {k: v for k, v in V4_FLASH.items() if k != "num_nextn_predict_layers"}
+    longer = from_dict(unsaid | {"compress_ratios": V4_FLASH["compress_ratios"] + [0, 0]})
+    assert longer.num_nextn_predict_layers == 1
+
+
 def test_compress_ratios_without_the_draft_entry():
     short = V4_FLASH | {"compress_ratios": V4_FLASH["compress_ratios"][:43]}
     assert from_dict(short) == from_dict(V4_FLASH)
@@ -516,8 +525,8 @@ YARN4 = V4_FLASH["rope_scaling"]
     ("changes", "message"),
     [
         ({"compress_ratios": V4_FLASH["compress_ratios"][:42]}, "compress_ratios to have 43 entries.*got 42"),
-        ({"compress_ratios": V4_FLASH["compress_ratios"] + [0]}, "compress_ratios to have 43 entries.*got 45"),
         ({"compress_ratios": [*V4_FLASH["compress_ratios"][:43], 4]}, r"compress_ratios\[43\]=4 .*draft block"),
+        ({"compress_ratios": [*V4_FLASH["compress_ratios"], 0, 128]}, r"compress_ratios\[45\]=128 .*draft block"),
         ({"compress_ratios": [0.5, *V4_FLASH["compress_ratios"][1:]]}, r"compress_ratios\[0\]=0\.5"),
         ({"compress_ratios": None}, "compress_ratios.*absent"),
         ({"layer_types": ["sliding_attention"] * 43}, "layer_types and compress_ratios"),

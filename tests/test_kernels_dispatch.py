@@ -28,8 +28,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> str:
     return "toy"
 
 
-def run(x: jax.Array, heads: int = 16, implementation: str | None = None) -> jax.Array:
-    return dispatch.call("toy", implementation, {"heads": heads}, x, add=1)
+def run(x: jax.Array, heads: int = 16, implementation: str | None = None, **more: str) -> jax.Array:
+    return dispatch.call("toy", implementation, {"heads": heads} | more, x, add=1)
 
 
 def test_choice_follows_the_arrays_and_is_logged_once(toy: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -37,13 +37,26 @@ def test_choice_follows_the_arrays_and_is_logged_once(toy: str, caplog: pytest.L
     with caplog.at_level(logging.INFO, "jmla.kernels"):
         assert run(x).tolist() == [1, 1]
         run(x)
-        run(x, heads=4)
+        for heads in range(4, 40):  # the same decision
+            run(x, heads=heads)
+        run(x, layout="footer")
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
         "toy [heads=16] is served by xla; not triton: runs on cuda, the target is cpu",
-        "toy [heads=4] is served by xla; not triton: runs on cuda, the target is cpu",
+        "toy [heads=16, layout=footer] is served by xla; not triton: runs on cuda, the target is cpu",
     ]
+    assert len(dispatch.report()) == 2
     assert all(record.levelno == logging.INFO for record in caplog.records)
+
+
+def test_memory_of_choices_is_bounded(toy: str, caplog: pytest.LogCaptureFixture) -> None:
+    x = jnp.zeros(2)
+    with caplog.at_level(logging.INFO, "jmla.kernels"):
+        for number in range(dispatch.MOST_CHOICES + 50):
+            run(x, layout=f"made up {number}")
+    assert len(dispatch.report()) == dispatch.MOST_CHOICES
+    assert len(caplog.records) == dispatch.MOST_CHOICES + 1
+    assert "no further choices are kept" in caplog.records[-1].getMessage()
 
 
 def test_choice_inside_jit_is_left_to_the_lowering(toy: str) -> None:

@@ -11,6 +11,7 @@ from jax._src.array import ArrayImpl
 import jmla
 from jmla.models import forward, moe, params, rope, steps, trunk
 from jmla.models.checkpoint import collect_tensors
+from jmla.models.dsa import rotary_magnitude, softmax_scale
 from jmla.models.layers import embed, swiglu
 from jmla.models.params import Stack, layer_stacks, placements
 from jmla.models.random import init_random
@@ -316,11 +317,20 @@ def test_donated_caches_are_refused_and_kept_ones_are_not():
 def test_tokens_past_the_capacity_are_padding():
     model = tiny_model("v4")
     cache = jmla.init_cache(model, 1, 10)
-    logits, cache = jmla.prefill(model, IDS, [40], cache, all_logits=True)
+    with pytest.raises(ValueError, match=r"lengths of at most 10.*\[40\]"):
+        jmla.prefill(model, IDS, [40], cache)
+    logits, cache = jmla.prefill(model, IDS, jnp.array([40]), cache, all_logits=True)
     assert int(cache.lengths[0]) == 10
     whole, _ = jmla.prefill(model, IDS, [10], jmla.init_cache(model, 1, 64), all_logits=True)
     np.testing.assert_array_equal(logits[0, :10], whole[0, :10])
     assert not np.asarray(logits[0, 10:]).any()
+    full, cache = jmla.decode(model, [5], cache)
+    assert int(cache.lengths[0]) == 10
+    assert not np.asarray(full).any()
+    with pytest.raises(jmla.kernels.ValueCheckError, match="max_seq_len=10"), jmla.debug_checks():
+        jmla.decode(model, [5], cache)
+    with pytest.raises(jmla.kernels.ValueCheckError, match=r"to be in 0\.\.95"), jmla.debug_checks():
+        jmla.decode(model, jnp.array([96]), jmla.init_cache(model, 1, 64))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -332,6 +342,80 @@ def test_bfloat16_agrees_in_distribution(family):
     divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1)
     assert np.median(divergence) < 0.02
     assert (exact.argmax(-1) == rough.argmax(-1)).mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"kv_layout": "footer584"}, "window plain-float32.*got one of .*window footer"),
+        ({"drafting": False}, "6 x window.*got one of 5 x window"),
+        ({"prefill_chunk": 16}, "chunks of 512.*made for at most 249"),
+    ],
+)
+def test_a6_caches_of_another_kind_are_refused(other, message):
+    """A cache of another format, without the draft layer, or with window pages for shorter chunks."""
+    model = tiny_model("v4")
+    cache = jmla.init_cache(dataclasses.replace(model, spec=dataclasses.replace(model.spec, **other)), 6, 2048)
+    with pytest.raises(ValueError, match=message):
+        jmla.decode(model, np.full(6, 5), cache)
+    assert not cache.lengths.is_deleted()
+
+
+def test_v6_state_of_another_ratio_is_refused():
+    config = dataclasses.replace(V4, hca_ratio=16)
+    other = dataclasses.replace(tiny_model("v4"), spec=dataclasses.replace(tiny_model("v4").spec, config=config))
+    with pytest.raises(ValueError, match="Expected a cache made by"):
+        jmla.decode(tiny_model("v4"), [5], jmla.init_cache(other, 1, 64))
+
+
+@pytest.mark.parametrize("family", ["v4", "v32"])
+def test_a_step_reads_the_chosen_experts_only(family):
+    """Experts of 4 MB a layer, two layers scanned: no copy of a layer's experts among a decode step's temporaries."""
+    config = dataclasses.replace(CONFIGS[family], n_routed_experts=64, moe_intermediate_size=512)
+    shapes = params.abstract_params(config, "float32")
+    spec = dataclasses.replace(tiny_model(family).spec, config=config, deterministic=False)
+    model = dataclasses.replace(tiny_model(family), params=shapes, spec=spec)
+    cache = jax.eval_shape(lambda: jmla.init_cache(model, 1, 64))
+    arguments = {"tokens": jax.ShapeDtypeStruct((1, 1), jnp.int32), "counts": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    compiled = (
+        steps._compiled("advance", True)
+        .lower(spec=spec, params=shapes, cache=cache, all_logits=False, return_hidden=False, **arguments)
+        .compile()
+    )
+    one_layer = 64 * 3 * 512 * 32 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < one_layer / 2
+
+
+def test_padding_runs_no_expert():
+    model = tiny_model("v4")
+    ctx = trunk.make_context(
+        model.spec, jmla.init_cache(model, 2, 64), jnp.zeros((2, 3), jnp.int32), jnp.array([1, 3]), jnp.array([0, 0])
+    )
+    chosen = ctx.without_padding(jnp.arange(12).reshape(6, 2))
+    np.testing.assert_array_equal(chosen, [[0, 1], [-1, -1], [-1, -1], [6, 7], [8, 9], [10, 11]])
+
+
+@pytest.mark.parametrize("family", ["v4", "v32"])
+def test_selection_does_not_depend_on_the_width_of_the_cache(family):
+    """A cache of more keys than the text has: scores are as wide as the text needs, the choice is the same."""
+    config = dataclasses.replace(CONFIGS[family], max_position_embeddings=1 << 16)
+    small = tiny_model(family)
+    model = dataclasses.replace(small, spec=dataclasses.replace(small.spec, config=config, max_seq_len=1 << 16))
+    logits, _ = jmla.prefill(model, IDS, [40], jmla.init_cache(model, 1, 1 << 16))
+    expected, _ = jmla.prefill(small, IDS, [40], jmla.init_cache(small, 1, 64))
+    np.testing.assert_array_equal(logits, expected)
+
+
+def test_v32_rotary_magnitude():
+    """1 where both magnitudes are set alike, their quotient where they differ, YaRN's default where they are absent."""
+    m = lambda scale: 0.1 * scale * np.log(40) + 1  # noqa: E731
+    for mscale, all_dim, expected in ((1.0, 1.0, 1.0), (1.0, 0.5, m(1) / m(0.5)), (None, None, m(1))):
+        yarn = dataclasses.replace(V32.yarn, mscale=mscale, mscale_all_dim=all_dim)
+        assert rotary_magnitude(dataclasses.replace(V32, yarn=yarn)) == pytest.approx(expected)
+    assert rotary_magnitude(GLM) == 1.0
+    real = dataclasses.replace(V32, qk_nope_head_dim=128, qk_rope_head_dim=64)
+    assert softmax_scale(real) == pytest.approx(0.1352338, rel=1e-6)
+    assert softmax_scale(dataclasses.replace(GLM, qk_nope_head_dim=192, qk_rope_head_dim=64)) == 0.0625
 
 
 # ---- drafting

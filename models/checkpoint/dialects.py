@@ -24,7 +24,17 @@ SUFFIXES = {
     ".weight_scale_2": "factor",
     ".weight_global_scale": "divisor",
 }
-FUSED_SUFFIXES = SUFFIXES | {"": "value", "_scale_inv": "scale", "_scale": "scale", "_scale_2": "factor"}
+# Fused experts are parameters of their own, so their suffixes may lack the ".weight".
+FUSED_SUFFIXES = SUFFIXES | {
+    "": "value",
+    "_packed": "value",
+    "_scale_inv": "scale",
+    "_scale": "scale",
+    "_scale_2": "factor",
+    "_global_scale": "divisor",
+    "_input_scale": "ignored",
+    "_input_global_scale": "ignored",
+}
 SCALE_NAMES = (".scale", ".weight_scale_inv", ".weight_scale")
 # Scales of activations and caches, and tables that are computed here.
 IGNORED = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale", "rotary_emb.inv_freq")
@@ -132,7 +142,7 @@ class Names:
         for suffix, role in FUSED_SUFFIXES.items():
             name = self._rename(key.removesuffix(suffix)) if key.endswith(suffix) else ""
             if name in self.fused:
-                return name, role
+                return (key if role == "ignored" else name), role
         return self._without_use(key)
 
     def _rename(self, stem: str) -> str:
