@@ -6,6 +6,7 @@ not change.
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ import jax
 logger = logging.getLogger("jmla.kernels")
 
 NAMES = ("xla", "pallas", "triton", "cute")
+MOST_CHOICES = 256  # that are kept for the report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +67,17 @@ class Choice:
 
     Attributes:
         op: the operation.
-        shapes: what the choice depended on.
+        layout: of its pools; empty for operations without.
         implementation: which one serves.
         others: (name, reason) of those that do not.
+        shapes: of the first call that led to this choice; others do not make another row.
     """
 
     op: str
-    shapes: str
+    layout: str
     implementation: str
     others: tuple[tuple[str, str], ...]
+    shapes: str = dataclasses.field(compare=False)
 
 
 class Report(tuple[Choice, ...]):
@@ -174,7 +178,8 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
     Args:
         op: the operation.
         implementation: a name, or None to choose.
-        shapes: the static facts that a choice may depend on; one line is logged for each different set.
+        shapes: the static facts that a choice may depend on, among them the "layout" of pools. One line is logged for
+            each operation, layout and outcome.
         arrays: passed by position (pytrees, None included).
         static: passed by keyword.
 
@@ -227,14 +232,18 @@ def _able(op: str, where: Target, shapes: Mapping[str, Any]) -> str:
 
 
 def _note(op: str, shapes: Mapping[str, Any], serving: str, others: tuple[tuple[str, str], ...]) -> None:
-    choice = Choice(op, ", ".join(f"{key}={value}" for key, value in shapes.items()), serving, others)
-    if choice in _choices:
+    described = ", ".join(f"{key}={value}" for key, value in shapes.items())
+    choice = Choice(op, str(shapes.get("layout", "")), serving, others, described)
+    if choice in _choices or len(_choices) > MOST_CHOICES:
         return
     _choices[choice] = None
+    if len(_choices) > MOST_CHOICES:  # one row too many says that the list is full; it is not shown
+        logger.info("%d choices of implementations were made; no further choices are kept or logged", MOST_CHOICES)
+        return
     reasons = "".join(f"; not {name}: {reason}" for name, reason in others)
     logger.info("%s [%s] is served by %s%s", op, choice.shapes, serving, reasons)
 
 
 def report() -> Report:
-    """The choices made so far in this process, one row for each operation and set of shapes."""
-    return Report(_choices)
+    """The choices made so far in this process, one row for each operation, layout and outcome."""
+    return Report(itertools.islice(_choices, MOST_CHOICES))
