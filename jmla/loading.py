@@ -13,6 +13,7 @@ from jmla import hub
 from jmla.models import Model, make_model
 from jmla.models.checkpoint import load_params
 from jmla.models.config import read_config
+from jmla.models.options import check_dtype, check_max_seq_len
 from jmla.models.spec import check_implementation, resolve_format
 from jmla.text import read_text_support
 
@@ -33,6 +34,22 @@ def _progress(path: Path) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("loading", total=size)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _on_device(tree: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a nested dict on the default device, taken out of ``tree`` one by one.
+
+    On the CPU nothing is copied: the loader's arrays are aligned as JAX wants them, and become its buffers. Elsewhere
+    each host array is let go once it has been copied, before the next one.
+    """
+    out = {}
+    for key in list(tree):
+        value = tree.pop(key)
+        if isinstance(value, dict):
+            out[key] = _on_device(value)
+        else:
+            out[key] = jax.device_put(value, may_alias=True).block_until_ready()
+    return out
 
 
 def load(
@@ -65,20 +82,17 @@ def load(
         ValueError: an unsupported configuration or option, or tensors that do not fit; the message lists all.
     """
     directory = hub.resolve(path)
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
+    check_dtype(dtype)
     config = read_config(directory)
     resolve_format(config, kv_layout)  # a wrong option should not wait for the weights
     check_implementation(implementation)
-    longest = config.max_position_embeddings
-    if max_seq_len is not None and not (isinstance(max_seq_len, int) and 1 <= max_seq_len <= longest):
-        raise ValueError(f"Expected {max_seq_len=} to be in 1..{longest}, the checkpoint's max_position_embeddings")
+    check_max_seq_len(max_seq_len, config.max_position_embeddings)
     text = read_text_support(directory)
     with _progress(directory) as progress:
         params, report = load_params(directory, config, dtype, progress=progress)
     return make_model(
         config,
-        jax.device_put(params),
+        _on_device(params),
         dtype=dtype,
         kv_layout=kv_layout,
         implementation=implementation,
