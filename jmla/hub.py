@@ -8,6 +8,7 @@ from jmla import bundled
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+_OTHERS = ["*/*"]  # a pattern's * goes through slashes: without this, the weights of subfolders would come too
 
 
 def resolve(source: str | os.PathLike[str]) -> Path:
@@ -44,6 +45,6 @@ def resolve(source: str | os.PathLike[str]) -> Path:
             f"No local directory {name!r}; to load it from the hub, install huggingface-hub (pip install 'jmla[hub]')"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_OTHERS))
     except Exception as error:  # network, authorisation and unknown ids all have classes of their own
         raise FileNotFoundError(f"No local directory {name!r}, and the hub did not give it: {error}") from error
