@@ -9,9 +9,9 @@ import jax
 from jmla.kernels import dispatch, layouts
 from jmla.kernels.layouts import KVLayout
 from jmla.models.config import DsaConfig, V4Config
+from jmla.models.config.v4 import PAGE_TOKENS
 from jmla.models.options import check_dtype, check_max_seq_len
 
-PAGE_TOKENS = 256  # raw tokens that a page covers in every stream
 LATENT_PAGE = 64  # rows of a kernel page of V3.2 and GLM: four of them are one page
 
 CacheFormat = Literal["auto", "inline656", "footer584", "bfloat16", "float32"]

@@ -12,7 +12,7 @@ from jmla.kernels.rowwise import rowwise
 from jmla.models import trunk
 from jmla.models.cache import PagedCache, init_cache
 from jmla.models.context import StepContext, Store
-from jmla.models.inputs import check_cache, check_counts, check_ids, is_host
+from jmla.models.inputs import check_active, check_cache, check_counts, check_hidden, check_ids, is_host
 from jmla.models.spec import Model, ModelSpec
 
 Array = jax.Array
@@ -190,7 +190,7 @@ def prefill(
         CacheConsumedError: the cache was donated to an earlier step.
         TypeError, ValueError: shapes or dtypes do not fit; for arrays on the host also ids or lengths out of range.
     """
-    tokens = check_ids(model.spec, tokens, "[B, T]")
+    tokens = check_ids(model.spec, tokens, "[B, T]", lengths)
     batch, length = tokens.shape
     check_cache(model, cache, batch)
     counts = check_counts("lengths", lengths, batch, length)
@@ -239,15 +239,13 @@ def decode(
     tokens = check_ids(model.spec, tokens, "[B]")
     batch = tokens.shape[0]
     check_cache(model, cache, batch)
-    counts = jnp.ones((batch,), jnp.int32) if active is None else jnp.asarray(active)
-    if counts.shape != (batch,):
-        raise ValueError(f"Expected active to have shape ({batch},), got {counts.shape}")
+    counts = check_active(active, batch)
     outputs, cache = _compiled("advance", donate)(
         spec=model.spec,
         params=model.params,
         cache=cache,
         tokens=tokens[:, None],
-        counts=counts.astype(jnp.int32),
+        counts=counts,
         all_logits=False,
         return_hidden=return_hidden,
     )
@@ -257,7 +255,7 @@ def decode(
 
 
 def draft(
-    model: Model, hidden: Array, tokens: Any, cache: PagedCache, *, lengths: Any = None, donate: bool = True
+    model: Model, hidden: Any, tokens: Any, cache: PagedCache, *, lengths: Any = None, donate: bool = True
 ) -> tuple[Array, Array, PagedCache]:
     """Runs the multi-token-prediction block, which predicts the token after next.
 
@@ -282,15 +280,14 @@ def draft(
     if not model.spec.drafting:
         raise ValueError("Expected a model with a draft (MTP) block; this checkpoint was loaded without one")
     single = np.ndim(tokens) == 1 if is_host(tokens) else tokens.ndim == 1
-    tokens = check_ids(model.spec, tokens, "[B]" if single else "[B, T]")
-    if single:
-        tokens, hidden = tokens[:, None], hidden[:, None]
+    tokens = check_ids(model.spec, tokens, "[B]" if single else "[B, T]", None if single else lengths)
+    shape = tokens.shape
+    tokens = tokens[:, None] if single else tokens
     batch, length = tokens.shape
     check_cache(model, cache, batch)
     config = model.spec.config
     width = (config.hc_mult, config.hidden_size) if model.spec.is_v4 else (config.hidden_size,)  # type: ignore[union-attr]
-    if hidden.shape != (batch, length, *width):
-        raise ValueError(f"Expected hidden to have shape {(batch, length, *width)}, got {hidden.shape}")
+    hidden = check_hidden(hidden, (*shape, *width)).reshape(batch, length, *width)
     counts = check_counts("lengths", np.full(batch, length) if lengths is None else lengths, batch, length)
     outputs, cache = _compiled("draft", donate)(
         spec=model.spec, params=model.params, cache=cache, hidden=hidden, tokens=tokens, counts=counts

@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from jmla.models.checkpoint import quantise_fp4, quantise_fp8, write_safetensors
+from jmla.models.checkpoint.places import placements
 from jmla.models.checkpoint.write import encode, pack_fp4, write_index
 from jmla.models.config import DsaConfig, V4Config, to_dict
-from jmla.models.params import placements
 from tests import tiny
 
 # Widths above 128 that it does not divide, so that scales have partial blocks in both directions.

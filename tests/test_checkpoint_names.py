@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 
 from jmla.models.checkpoint import CheckpointError, CheckpointWarning, collect_tensors, load_params
 from jmla.models.checkpoint.dialects import Names
-from jmla.models.params import placements
+from jmla.models.checkpoint.places import placements
 from tests import fixtures_checkpoint as fx
 
 DIALECTS = [("v4", d) for d in fx.V4_DIALECTS] + [(f, d) for f in ("v32", "glm") for d in fx.DSA_DIALECTS]

@@ -11,9 +11,10 @@ from jax._src.array import ArrayImpl
 import jmla
 from jmla.models import forward, moe, params, rope, steps, trunk
 from jmla.models.checkpoint import collect_tensors
+from jmla.models.checkpoint.places import placements
 from jmla.models.dsa import rotary_magnitude, softmax_scale
 from jmla.models.layers import embed, swiglu
-from jmla.models.params import Stack, layer_stacks, placements
+from jmla.models.params import Stack, layer_stacks
 from jmla.models.random import init_random
 from jmla.models.rope import inverse_frequencies
 from tests.tiny import CONFIGS, GLM, V4, V32, tiny_model

@@ -1,6 +1,6 @@
 """Names: which canonical tensor a checkpoint's tensor is, or is the scale of, in every dialect.
 
-Canonical names are those of ``jmla.models.params.placements``. DeepSeek-V4 is found under DeepSeek's own names, under
+Canonical names are those of ``jmla.models.checkpoint.places.placements``. DeepSeek-V4 is found under DeepSeek's own names, under
 those of transformers, under the mixture that ``save_pretrained`` writes, and under per-expert mixtures; V3.2 and GLM
 under one kind of names. Experts come one by one or fused. Names are matched whole, never by a part: ``hc_attn_scale``
 is a parameter, and ``x.weight_scale_inv`` must not be taken for ``x.weight``.
@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jmla.models.checkpoint.places import Placement
 from jmla.models.config import DsaConfig, V4Config
-from jmla.models.params import Placement
 
 # What follows the name of a matrix, and what it then is.
 SUFFIXES = {

@@ -16,11 +16,12 @@ import numpy as np
 from jmla.models.checkpoint.dequant import read_rows
 from jmla.models.checkpoint.dialects import Names, dialect
 from jmla.models.checkpoint.errors import CheckpointError, CheckpointWarning
+from jmla.models.checkpoint.places import Placement, placements
 from jmla.models.checkpoint.reader import Checkpoint
 from jmla.models.checkpoint.resolve import Job, Output, finite, resolve
 from jmla.models.config import DsaConfig, V4Config
 from jmla.models.options import check_dtype
-from jmla.models.params import Placement, abstract_params, placements
+from jmla.models.params import abstract_params
 
 CHUNK = 1 << 23  # values that are dequantised at a time
 ALIGNMENT = 64  # bytes; XLA takes host arrays that begin at a multiple of it as they are, others it copies

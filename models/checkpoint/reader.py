@@ -3,9 +3,9 @@
 Format: eight bytes with the length of the header (little-endian), the header (JSON: name -> dtype, shape and offsets
 into what follows it), and the data.
 
-The safetensors library is not used to read: its NumPy interface raises on the FP8 and E8M0 dtypes (as of 0.8), for which
-NumPy has no names, and it hands out copies where a loader needs rows of the mapped file to dequantise into place. Views
-here go through ml_dtypes.
+The safetensors library is not used to read: its NumPy interface raises on the FP8 and E8M0 dtypes (as of 0.8), for
+which NumPy has no names, and it hands out copies where a loader needs rows of the mapped file to dequantise into place.
+Views here go through ml_dtypes.
 """
 
 import json

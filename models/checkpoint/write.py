@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from jmla.models.checkpoint.dequant import FP4_GROUP, FP8_BLOCK
+from jmla.models.checkpoint.places import placements
 from jmla.models.checkpoint.reader import DTYPES, INDEX, SINGLE
 from jmla.models.config import DsaConfig, V4Config, to_dict
-from jmla.models.params import placements
 
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
@@ -122,7 +122,7 @@ def save_checkpoint(
     Args:
         path: directory, made if it does not exist.
         config: of the model.
-        tensors: canonical name (see ``jmla.models.params.placements``) to float32 or integer array.
+        tensors: canonical name (see ``jmla.models.checkpoint.places.placements``) to float32 or integer array.
         quantised: False writes BF16 where V4 has FP8 and FP4.
         fp4_experts: False writes routed experts in FP8.
         shards: number of files; above 1 there is an index.
