@@ -3,7 +3,7 @@
     python -m training.train --corpus runs/corpus --out runs/tiny --minutes 8 [--resume]
 
 Reads ``train.bin`` and ``heldout.bin`` (uint16 token ids) and ``stats.json``; writes the float32 weights and the
-optimiser's state after each run, the loss curve as JSON lines, and at the end ``weights.npz`` for the export. The
+optimiser's state after each run, for the next run and for the export, and the loss curve as JSON lines. The
 learning rate follows the fraction of the whole budget ``--total-minutes``, so that cutting the training into runs
 changes nothing but the seams.
 """
@@ -221,7 +221,7 @@ def save_state(out: Path, tree: Any, name: str, dtype: Any) -> None:
 
 
 def load_state(out: Path, like: Any, name: str, dtype: Any) -> Any:
-    flat = np.concatenate([np.fromfile(p, np.uint8) for p in sorted(out.glob(f"{name}.*.bin"))]).view(dtype)
+    flat = np.concatenate([np.fromfile(p, np.uint8) for p in sorted(out.glob(f"{name}.*.bin"), key=lambda p: int(p.suffixes[0][1:]))]).view(dtype)
     leaves, start = [], 0
     for x in jax.tree.leaves(like):
         leaves.append(flat[start : start + x.size].astype(np.float32).reshape(x.shape))
