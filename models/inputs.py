@@ -41,10 +41,10 @@ def check_ids(spec: ModelSpec, tokens: Any, shape: str, counts: Any = None) -> A
     if tokens.ndim != axes:
         raise ValueError(f"Expected tokens to be {shape}, got shape {tokens.shape}")
     low, high = 0, spec.config.vocab_size - 1
-    if counts is not None and not is_host(counts):
-        low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    elif counts is not None and np.shape(counts) == tokens.shape[:1]:
+    if counts is not None and is_host(counts) and np.shape(counts) == tokens.shape[:1]:
         tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(counts)[:, None], tokens, 0)
+    elif counts is not None:
+        low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     bad = (tokens < low) | (tokens > high)
     if bad.any():
         raise ValueError(f"Expected token ids in {low}..{high}, got {int(tokens[bad][0])}")

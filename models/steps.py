@@ -275,7 +275,7 @@ def draft(
         ``(logits, hidden, cache)``, with the leading axes of ``tokens``.
 
     Raises:
-        ValueError: the model has no draft block, or shapes do not fit.
+        As ``prefill``; also ValueError if the model has no draft block.
     """
     if not model.spec.drafting:
         raise ValueError("Expected a model with a draft (MTP) block; this checkpoint was loaded without one")
