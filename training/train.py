@@ -221,7 +221,8 @@ def save_state(out: Path, tree: Any, name: str, dtype: Any) -> None:
 
 
 def load_state(out: Path, like: Any, name: str, dtype: Any) -> Any:
-    flat = np.concatenate([np.fromfile(p, np.uint8) for p in sorted(out.glob(f"{name}.*.bin"), key=lambda p: int(p.suffixes[0][1:]))]).view(dtype)
+    parts = sorted(out.glob(f"{name}.*.bin"), key=lambda file: int(file.name.split(".")[1]))
+    flat = np.concatenate([np.fromfile(part, np.uint8) for part in parts]).view(dtype)
     leaves, start = [], 0
     for x in jax.tree.leaves(like):
         leaves.append(flat[start : start + x.size].astype(np.float32).reshape(x.shape))

@@ -1,9 +1,9 @@
 """Names: which canonical tensor a checkpoint's tensor is, or is the scale of, in every dialect.
 
 Canonical names are those of ``jmla.models.checkpoint.places.placements``. DeepSeek-V4 is found under DeepSeek's own
-names, under those of transformers, under the mixture that ``save_pretrained`` writes, and under per-expert mixtures; V3.2 and GLM
-under one kind of names. Experts come one by one or fused. Names are matched whole, never by a part: ``hc_attn_scale``
-is a parameter, and ``x.weight_scale_inv`` must not be taken for ``x.weight``.
+names, under those of transformers, under the mixture that ``save_pretrained`` writes, and under per-expert mixtures;
+V3.2 and GLM under one kind of names. Experts come one by one or fused. Names are matched whole, never by a part:
+``hc_attn_scale`` is a parameter, and ``x.weight_scale_inv`` must not be taken for ``x.weight``.
 """
 
 import functools
