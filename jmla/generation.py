@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 
 from jmla import models, sampling
+from jmla.batching import bucket, cache_room, chunk_width, groups
 from jmla.completion import Completion, Output, Stream
 from jmla.models import Model, PagedCache
+from jmla.models.inputs import check_counts, check_ids
 from jmla.requests import (
-    check_token_ids,
     complete_params,
     context_limit,
     default_params,
@@ -25,9 +26,6 @@ from jmla.requests import (
 from jmla.sampling import DEFAULTS, History, RowParams, SamplingParams
 
 BLOCK = 16  # tokens that one launch of the decode loop makes at most
-MAX_BATCH = 64  # prompts that run together; more run in groups
-_SMALLEST_PROMPT = 16
-_SMALLEST_CACHE = 256
 
 # ---- on the device -------------------------------------------------------------------------------------------------
 
@@ -120,18 +118,13 @@ def _ended_here(ended: jax.Array, logits: jax.Array, kept: jax.Array) -> jax.Arr
     return jnp.where(ended[:, None], logits, kept)
 
 
-def _bucket(count: int, smallest: int) -> int:
-    """The next power of two, so that few shapes are compiled."""
-    return max(smallest, 1 << (count - 1).bit_length())
-
-
 def _prefill(model: Model, prompts: Sequence[np.ndarray], batch: int, cache: PagedCache) -> tuple[Any, PagedCache]:
     """Runs ragged prompts together in chunks of a few fixed widths; returns each row's last logits ``[B, V]``."""
     lengths = np.array([len(p) for p in prompts] + [0] * (batch - len(prompts)))
-    longest, chunk, start = int(lengths.max()), model.spec.prefill_chunk, 0
+    longest, start = int(lengths.max()), 0
     logits: Any = None
     while start < longest:
-        width = min(chunk, _bucket(longest - start, _SMALLEST_PROMPT))
+        width = chunk_width(model.spec, batch, longest - start)
         tokens = np.zeros((batch, width), np.int32)
         counts = np.clip(lengths - start, 0, width).astype(np.int32)
         for row, prompt in enumerate(prompts):
@@ -155,7 +148,7 @@ def generate(
     stop: Any = None,
     stream: Stream | None = None,
 ) -> Completion | list[Completion]:
-    """Completes one prompt or several; ragged prompts run together, and none changes another's result.
+    """Completes one prompt or several; prompts of like length run together, and none changes another's result.
 
     Args:
         model_or_path: a ``Model``, or anything ``jmla.load`` takes (loaded anew on each call).
@@ -189,19 +182,19 @@ def generate(
     ends = end_token_ids(model)
     tokenizer = model.text.tokenizer if model.text is not None else None
     outputs = [Output(index, row, frozenset(ends), tokenizer, stream) for index, row in enumerate(rows)]
-    for first in range(0, len(ids), MAX_BATCH):
-        _run(model, ids[first : first + MAX_BATCH], outputs[first : first + MAX_BATCH], ends)
+    for group in groups(model.spec, [len(p) for p in ids], [row.max_new_tokens or 0 for row in rows]):
+        _run(model, [ids[i] for i in group], [outputs[i] for i in group], ends)
     completions = [output.completion() for output in outputs]
     return completions[0] if single else completions
 
 
 def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: tuple[int, ...]) -> None:
     """Runs one group of prompts to the end of each."""
-    batch, deterministic = _bucket(len(prompts), 1), model.spec.deterministic
+    batch, deterministic = bucket(len(prompts)), model.spec.deterministic
     spare = batch - len(prompts)
     limits = [output.params.max_new_tokens or 0 for output in outputs]
     room = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
-    cache = models.init_cache(model, batch, min(_bucket(room, _SMALLEST_CACHE), model.spec.max_seq_len))
+    cache = models.init_cache(model, batch, cache_room(model.spec, batch, room))
     logits, cache = _prefill(model, prompts, batch, cache)
 
     vocab = model.spec.config.vocab_size
@@ -209,7 +202,7 @@ def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: t
     for row, prompt in enumerate(prompts):
         seen[row, prompt] = True
     params = RowParams.pack([output.params for output in outputs] + [DEFAULTS] * spare)
-    end_ids = np.full(_bucket(len(ends) or 1, 8), -1, np.int32)
+    end_ids = np.full(bucket(len(ends) or 1, 8), -1, np.int32)
     end_ids[: len(ends)] = ends
     tops = np.array(any(output.params.logprobs for output in outputs))
     rows = _Rows(
@@ -247,8 +240,8 @@ def _collect(outputs: list[Output], new: tuple[jax.Array, ...], count: int) -> N
 
 def generate_tokens(
     model: Model,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    tokens: Any,
+    lengths: Any,
     key: jax.Array,
     *,
     max_new_tokens: int,
@@ -259,13 +252,14 @@ def generate_tokens(
 
     Args:
         model: the model.
-        tokens: ``[B, T]`` int32, each row a prompt, left-aligned; what stands past its length does not matter.
-        lengths: ``[B]`` int32, tokens of each prompt; a row of length 0 stays empty.
+        tokens: ``[B, T]`` integers, each row a prompt, left-aligned; what stands past its length does not matter.
+        lengths: ``[B]`` integers, tokens of each prompt; a row of length 0 stays empty.
         key: a random key, from which each row gets its own; or ``[B]`` keys, one a row.
         max_new_tokens: tokens to make at most (static).
-        sampling: options for all rows (no ``seed``, ``stop`` or ``logprobs``: ``key`` and ``eos`` take their place,
-            and log-probabilities are always returned), or ``jmla.sampling.RowParams`` of arrays (its keys are not
-            used). What is unset comes from the checkpoint, as in ``generate``.
+        sampling: options for all rows (no ``seed``, ``stop``, ``logprobs`` or ``max_new_tokens``: ``key``, ``eos`` and
+            the argument take their place, and log-probabilities are always returned), or
+            ``jmla.sampling.RowParams`` of arrays (its keys are not used). What is unset comes from the checkpoint, as
+            in ``generate``.
         eos: token ids that end a row; default the checkpoint's; ``()`` for none.
 
     Returns:
@@ -273,41 +267,47 @@ def generate_tokens(
         together; ``logprobs [B, max_new_tokens]`` float32 of the tokens made, zeros past the end.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes, or static options that do not fit.
+        TypeError, ValueError: shapes, dtypes, or static options that do not fit; for tokens and lengths on the host
+            also values out of range.
     """
     max_new_tokens = SamplingParams(max_new_tokens=max_new_tokens).max_new_tokens or 1
     vocab, limit = model.spec.config.vocab_size, context_limit(model)
-    for name, value, ndim in (("tokens", tokens, 2), ("lengths", lengths, 1)):
-        if np.ndim(value) != ndim or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-            raise ValueError(f"Expected {name} to be an integer array of {ndim} axes, got shape {np.shape(value)}")
-    (batch, width), rows = np.shape(tokens), np.shape(lengths)[0]
-    if rows != batch or batch == 0 or width == 0:
-        raise ValueError(f"Expected tokens [B, T] and lengths [B] of one B >= 1, got {np.shape(tokens)} and [{rows}]")
+    tokens = check_ids(model.spec, tokens, "[B, T]", lengths)
+    batch, width = tokens.shape
+    if batch == 0 or width == 0:
+        raise ValueError(f"Expected tokens [B, T] with B >= 1 and T >= 1, got shape {tokens.shape}")
+    lengths = check_counts("lengths", lengths, batch, width)
     if width + max_new_tokens > limit:
         raise ValueError(
             f"Expected tokens of width {width} and {max_new_tokens=} to fit max_seq_len={limit}, "
             f"got {width + max_new_tokens} together"
         )
-    if isinstance(lengths, np.ndarray):
-        if (lengths < 0).any() or (lengths > width).any():
-            raise ValueError(f"Expected lengths in 0..{width}, the width of tokens, got {lengths.tolist()}")
-        if isinstance(tokens, np.ndarray):
-            for row in range(batch):
-                if lengths[row]:
-                    check_token_ids(f"row {row} of tokens", tokens[row, : lengths[row]], vocab)
     if isinstance(sampling, RowParams):
-        params = sampling
+        params = _check_row_params(sampling, batch)
     else:
-        given = sampling or SamplingParams()
-        if given.seed is not None or given.stop or given.logprobs is not None:
-            raise ValueError("Expected sampling without seed, stop and logprobs: pass key and eos instead")
+        given = SamplingParams() if sampling is None else sampling
+        if not isinstance(given, SamplingParams):
+            raise TypeError(f"Expected sampling to be jmla.SamplingParams or RowParams, got {type(given).__name__}")
+        if given.seed is not None or given.stop or given.logprobs is not None or given.max_new_tokens is not None:
+            raise ValueError(
+                "Expected sampling without seed, stop, logprobs and max_new_tokens: pass key, eos and max_new_tokens"
+            )
         params = RowParams.pack([given.over(default_params(model))] * batch)
     ends = end_token_ids(model) if eos is None else tuple(eos)
     if any(not isinstance(e, int | np.integer) or not 0 <= e < vocab for e in ends):
         raise ValueError(f"Expected eos={ends} to hold token ids in 0..{vocab - 1}")
     keys = _row_keys(key, batch)
-    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
     return _generate_tokens(model, tokens, lengths, replace(params, keys=keys), max_new_tokens, ends)
+
+
+def _check_row_params(params: RowParams, batch: int) -> RowParams:
+    for field in fields(params):
+        shape = jnp.shape(getattr(params, field.name))
+        if field.name != "keys" and shape != (batch,):
+            raise ValueError(
+                f"Expected sampling.{field.name} to have shape ({batch},), one value a row of tokens; got {shape}"
+            )
+    return params
 
 
 def _row_keys(key: jax.Array, batch: int) -> jax.Array:

@@ -19,7 +19,7 @@ from jmla import hub
 from jmla.models import make_model, steps
 from jmla.models.config import ConfigError, to_dict
 from jmla.models.random import init_random
-from jmla.sampling import SamplingParams
+from jmla.sampling import RowParams, SamplingParams
 from jmla.text import TextSupport, read_text_support
 from jmla.tokenizer import Tokenizer
 
@@ -138,25 +138,34 @@ def test_tokenizer_of_another_vocabulary(tmp_path):
 
 TOKENS, LENGTHS, KEY = np.ones((2, 4), np.int32), np.array([4, 2]), jax.random.key(0)
 ARRAYS = [
-    ((TOKENS[0], LENGTHS, KEY), {}, "tokens to be an integer array of 2 axes"),
-    ((TOKENS.astype(float), LENGTHS, KEY), {}, "tokens to be an integer array"),
-    ((TOKENS, LENGTHS[:1], KEY), {}, r"tokens \[B, T\] and lengths \[B\]"),
+    ((TOKENS[0], LENGTHS, KEY), {}, r"tokens to be \[B, T\], got shape \(4,\)"),
+    ((TOKENS.astype(float), LENGTHS, KEY), {}, "tokens to be integers, got dtype float64"),
+    ((TOKENS, LENGTHS * 1.0, KEY), {}, "lengths to be integers, got dtype float64"),
+    ((TOKENS, jnp.array([4.0, 2.0]), KEY), {}, "lengths to be integers, got dtype float32"),
+    ((TOKENS, LENGTHS[:1], KEY), {}, r"lengths to have shape \(2,\), .* got \(1,\)"),
+    ((TOKENS, [4, 2**32], KEY), {}, r"lengths in 0\.\.4, .* \[4, 4294967296\]"),
+    ((jnp.asarray(TOKENS), [4, 5], KEY), {}, r"lengths in 0\.\.4, .* \[4, 5\]"),
+    (([[1, 2**32 + 1]] * 2, [2, 1], KEY), {}, r"0\.\.95, got 4294967297"),
+    (([[1, 2**32 + 1]] * 2, jnp.array([2, 1]), KEY), {}, "got 4294967297"),
     ((TOKENS[:, :0], LENGTHS, KEY), {}, r"tokens \[B, T\]"),
     ((TOKENS, np.array([5, 1]), KEY), {}, r"lengths in 0\.\.4, .* \[5, 1\]"),
     ((TOKENS, np.array([-1, 1]), KEY), {}, r"lengths in 0\.\.4"),
-    ((TOKENS * 96, LENGTHS, KEY), {}, r"row 0 of tokens .* 0\.\.95, got 96"),
+    ((TOKENS * 96, LENGTHS, KEY), {}, r"token ids in 0\.\.95, got 96"),
     ((TOKENS, LENGTHS, jax.random.split(KEY, 3)), {}, "each of the 2 rows"),
     ((TOKENS, LENGTHS, KEY), {"max_new_tokens": 29}, rf"width 4 and max_new_tokens=29 to fit max_seq_len={LIMIT}"),
     ((TOKENS, LENGTHS, KEY), {"max_new_tokens": -1}, "max_new_tokens=-1"),
     ((TOKENS, LENGTHS, KEY), {"eos": (96,)}, r"eos=\(96,\) .* 0\.\.95"),
     ((TOKENS, LENGTHS, KEY), {"sampling": SamplingParams(seed=3)}, "without seed"),
     ((TOKENS, LENGTHS, KEY), {"sampling": SamplingParams(stop="x")}, "without seed, stop"),
+    ((TOKENS, LENGTHS, KEY), {"sampling": SamplingParams(max_new_tokens=9)}, "without .* max_new_tokens"),
+    ((TOKENS, LENGTHS, KEY), {"sampling": {"temperature": 1}}, "jmla.SamplingParams or RowParams, got dict"),
+    ((TOKENS, LENGTHS, KEY), {"sampling": RowParams.pack([SamplingParams()])}, r"temperature to have shape \(2,\)"),
 ]
 
 
 @pytest.mark.parametrize(("args", "options", "message"), ARRAYS, ids=lambda x: repr(x)[:30])
 def test_generate_tokens(args, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         jmla.generate_tokens(model(), *args, **({"max_new_tokens": 4} | options))
 
 

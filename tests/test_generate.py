@@ -246,6 +246,16 @@ def test_generate_tokens_equals_generate(family, prompts):
         np.testing.assert_allclose(logprobs[row], [entry.logprob for entry in one.logprobs], atol=1e-6)
 
 
+def test_generate_tokens_of_lists(model):
+    """Lists and int64 on the host, padded with anything."""
+    lists = [[5, 9, 200], [7, -1, 2**40]]
+    arrays = np.array([[5, 9, 200], [7, 0, 0]], np.int32)
+    got = jmla.generate_tokens(model, lists, [3, 1], jax.random.key(0), max_new_tokens=4)
+    expected = jmla.generate_tokens(model, arrays, jnp.array([3, 1]), jax.random.key(0), max_new_tokens=4)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_generate_tokens_inside_jit():
     model = model_of()
     tokens, lengths = ragged([PROMPTS[0], PROMPTS[2]])
