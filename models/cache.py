@@ -138,9 +138,13 @@ def init_cache(
         ValueError: ``batch`` or ``max_seq_len`` out of range, or more pages than int32 slot ids can address.
     """
     spec = model.spec
-    if not isinstance(batch, int | np.integer) or batch < 1:
+    if not isinstance(batch, int | np.integer) or isinstance(batch, bool) or batch < 1:
         raise ValueError(f"Expected {batch=} to be a positive integer")
-    if not isinstance(max_seq_len, int | np.integer) or not 1 <= max_seq_len <= spec.max_seq_len:
+    if (
+        not isinstance(max_seq_len, int | np.integer)
+        or isinstance(max_seq_len, bool)
+        or not 1 <= max_seq_len <= spec.max_seq_len
+    ):
         raise ValueError(f"Expected {max_seq_len=} to be in 1..{spec.max_seq_len}, the model's max_seq_len")
     batch, max_seq_len = int(batch), int(max_seq_len)
     if dtype is not None:
