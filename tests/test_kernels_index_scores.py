@@ -1,5 +1,6 @@
 """Index scores against a float64 reference, and against themselves in other batches, chunks and page tables."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -276,3 +277,23 @@ def test_bad_arguments():
     for error, word, bad in cases:
         with pytest.raises(error, match=word):
             bad()
+
+
+def test_e3_scores_of_pages_past_2_gib():
+    """Pages past 2 GiB into the pool score as the same pages in a small pool do; the pool is zeroed lazily."""
+    small_layout = index132(64)
+    layout, pages = dataclasses.replace(small_layout, page_stride=1_039_680), 2200
+    assert 2066 * layout.page_stride > 2**31
+    rng = np.random.default_rng(12)
+    q, weights, small, _, _ = make_case(rng, small_layout, 3, 1, 3, 4, 4)
+    raw = np.zeros(pages * layout.page_stride + 64, np.uint8)
+    raw = raw[-raw.ctypes.data % 64 :][: pages * layout.page_stride]  # aligned, or the device copies it
+    pool = raw.reshape(pages, layout.page_stride)
+    pool[[2, 2066, 2199], : small_layout.page_stride] = small
+    lengths = np.array([256, 200, 131], np.int32)
+    table = np.array([[2066, 2199, 2, 2066]], np.int32)
+    got = run(q, weights, jax.device_put(pool, may_alias=True), layout=layout, lengths=lengths, table=table)
+    table = np.array([[1, 2, 0, 1]], np.int32)
+    want = run(q, weights, small, layout=small_layout, lengths=lengths, table=table)
+    np.testing.assert_array_equal(got, want)
+    assert_scores_close(got, expected_scores(q, weights, small, lengths, table, small_layout), quantised=True)

@@ -1,5 +1,8 @@
 """A row's logits are the same however its prompt is cut, whoever its batch mates are, wherever its pages lie."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jmla
-from jmla.models import forward
-from tests.tiny import tiny_model
+from jmla.models import forward, make_model, steps
+from jmla.models.random import init_random
+from tests.tiny import V4, tiny_model
 
 FAMILIES = ("v4", "v32", "glm")
 LENGTH = 40
@@ -71,9 +75,9 @@ def test_f2_f3_f5_decoding_equals_prefill(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_f6_ragged_batch_equals_single_rows(family):
-    """Rows of 1 to 40 tokens in one batch, prefilled in two ragged chunks, then decoded with one row inactive."""
+    """Rows of 1 to 39 tokens in one batch, prefilled in two ragged chunks, then decoded with one row inactive."""
     model = tiny_model(family)
-    lengths = np.array([1, 4, 9, 40, 23])
+    lengths = np.array([1, 4, 9, 39, 23])
     ids = [prompt(n + 1, seed=n) for n in lengths]
     first = np.minimum(lengths, [1, 3, 0, 16, 7])
     cache = jmla.init_cache(model, 5, 64)
@@ -91,7 +95,7 @@ def test_f6_ragged_batch_equals_single_rows(family):
     logits, cache = jmla.decode(model, np.array([x[-1] for x in ids]), cache, active=active)
     np.testing.assert_array_equal(cache.lengths, lengths + active)
     for row in range(5):
-        alone = whole(model, ids[row])
+        alone = in_pieces(model, ids[row], [len(ids[row])])
         np.testing.assert_array_equal(np.concatenate(collected[row]), alone[: lengths[row]])
         if active[row]:
             np.testing.assert_array_equal(logits[row], alone[lengths[row]])
@@ -118,6 +122,74 @@ def test_f14_chunks_longer_than_the_window_loop_inside_the_step():
     one_pass = whole(tiny_model("v4"), ids, 512)
     np.testing.assert_array_equal(whole(tiny_model("v4", chunk=64), ids, 512), one_pass)
     np.testing.assert_array_equal(whole(tiny_model("v4", chunk=128), ids, 2048), one_pass)
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    """Logits of trunk and draft block by kind of cache: rows of 1022 and 765 tokens, then six decoded.
+
+    The first row fills its two window pages twice and decodes across the border of its fourth page, the second across
+    that of its third. A passes' 100 tokens straddle borders too.
+    """
+    config = dataclasses.replace(
+        V4, num_hidden_layers=2, layer_kinds=("window", "hca"), layer_routing=("hash", "learned")
+    )
+    params = jax.tree.map(jnp.asarray, init_random(config, seed=4))
+    model = make_model(config, params, dtype="float32", kv_layout="float32", deterministic=True)
+    model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, prefill_chunk=100))
+    lengths, rows = np.array([1022, 765]), np.arange(2)
+    ids = np.stack([prompt(1100, seed=8), prompt(1100, seed=9)])
+    out = {}
+    for kind in ("ring", "whole"):
+        cache = jmla.init_cache(model, 2, 1280, whole_window=kind == "whole")
+        pages = {"ring": [0, 1, 0, 1, 0], "whole": [0, 1, 2, 3, 4]}[kind]
+        np.testing.assert_array_equal(cache.window_table[0], pages)
+        logits, hidden, cache = jmla.prefill(model, ids[:, :1022], lengths, cache, all_logits=True, return_hidden=True)
+        drafted, _, cache = jmla.draft(model, hidden, ids[:, 1:1023], cache, lengths=lengths)
+        trunk, draft = [logits], [drafted]
+        for at in range(6):
+            logits, hidden, cache = jmla.decode(model, ids[rows, lengths + at], cache, return_hidden=True)
+            drafted, _, cache = jmla.draft(model, hidden, ids[rows, lengths + at + 1], cache)
+            trunk.append(logits[:, None])
+            draft.append(drafted[:, None])
+        np.testing.assert_array_equal(cache.lengths, lengths + 6)
+        np.testing.assert_array_equal(cache.draft_lengths, lengths + 6)
+        out[kind] = {"trunk": np.concatenate(trunk, axis=1), "draft": np.concatenate(draft, axis=1)}
+    return out
+
+
+@pytest.mark.parametrize("part", ["trunk", "draft"])
+def test_f14_window_pages_that_are_used_again(part, wrapped):
+    """Two window pages that run round give the logits of a cache that keeps them all, past the next border too."""
+    np.testing.assert_array_equal(wrapped["ring"][part], wrapped["whole"][part])
+    assert np.asarray(wrapped["ring"][part][:, -1]).std(axis=-1).min() > 0.1
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def selecting_pass(spec, params, cache, tokens, counts):
+    _, _, cache, selected = steps._pass(spec, params, cache, tokens, counts, keep_selected=True)
+    return cache, selected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
+    """Chunks of 1 to 8 tokens, then single ones: at every position each indexer picks what it picks without a cache."""
+    model, ids = tiny_model(family), prompt()
+    _, expected = forward(model, ids[None], return_selected=True)
+    cache, found, at = jmla.init_cache(model, 1, 64), {layer: [] for layer in expected}, 0
+    for size in (8, 1, 3, 7, 8, 5, *[1] * 8):
+        width = 8 if at < 32 else 1
+        piece = np.full((1, width), 5, np.int32)
+        piece[0, :size] = ids[at : at + size]
+        cache, selected = selecting_pass(model.spec, model.params, cache, jnp.asarray(piece), jnp.array([size]))
+        for layer, chosen in selected.items():
+            found[layer].append(np.asarray(chosen)[:size])
+        at += size
+    assert at == LENGTH
+    for layer, rows in expected.items():
+        np.testing.assert_array_equal(
+            np.sort(np.concatenate(found[layer])), np.sort(np.asarray(rows[0])), err_msg=f"{layer=}"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,9 +219,10 @@ def test_forward_without_a_cache_equals_prefill(family):
             assert picked.size == 0 or picked.max() < visible
 
 
-@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_caches_are_chunk_independent_too(family):
-    layout = {"v4": "footer584", "v32": "inline656"}[family]
+    """Power-of-two scales for V4 and V3.2, float32 scales for GLM."""
+    layout = "footer584" if family == "v4" else "inline656"
     model, ids = tiny_model(family, kv_layout=layout), prompt()
     expected = whole(model, ids)
     np.testing.assert_array_equal(in_pieces(model, ids, [7, 1, 9, 16, 7]), expected)

@@ -177,6 +177,15 @@ def test_layers_are_grouped_as_in_the_published_models():
         layer_routing=("hash",) * 3 + ("learned",) * 40,
     )
     assert [(s.repeats, len(s.unit), s.first) for s in layer_stacks(flash)] == [(2, 1, 0), (1, 1, 2), (20, 2, 3)]
+    pro = dataclasses.replace(
+        V4,
+        num_hidden_layers=61,
+        layer_kinds=("hca", "hca", "csa", *("hca", "csa") * 29),
+        layer_routing=("hash",) * 3 + ("learned",) * 58,
+    )
+    assert [(s.repeats, len(s.unit), s.first) for s in layer_stacks(pro)] == [(2, 1, 0), (1, 1, 2), (29, 2, 3)]
+    pair = [(kind.attention, kind.routing) for kind in layer_stacks(pro)[2].unit]
+    assert pair == [("hca", "learned"), ("csa", "learned")]
     glm52 = dataclasses.replace(
         GLM,
         num_hidden_layers=78,
@@ -278,17 +287,25 @@ def test_forward_is_differentiable(family):
 # ---- steps
 
 
-def test_steps_make_no_device_to_host_transfer(monkeypatch):
-    model = tiny_model("v4")
-    tokens = jnp.array([5, 6])
-    _, cache = jmla.decode(model, tokens, jmla.init_cache(model, 2, 64))  # compiles
+@pytest.mark.parametrize("family", ["v4", "v32"])
+def test_steps_make_no_device_to_host_transfer(family, monkeypatch):
+    """Prefill, the draft block over it, and decoding, with what they take on the device."""
+    model, tokens = tiny_model(family), jnp.array([5, 6])
+    ids, lengths, following = jnp.asarray(IDS), jnp.array([40]), jnp.roll(IDS, -1, axis=1)
+
+    def run():
+        _, hidden, cache = jmla.prefill(model, ids, lengths, jmla.init_cache(model, 1, 64), return_hidden=True)
+        drafted, _, _ = jmla.draft(model, hidden, following, cache, lengths=lengths)
+        logits, _ = jmla.decode(model, tokens, jmla.init_cache(model, 2, 64))
+        return jax.block_until_ready((drafted, logits))
+
+    run()  # compiles
 
     def fetched(self):
         raise AssertionError("device-to-host transfer")
 
     monkeypatch.setattr(ArrayImpl, "_value", property(fetched))
-    logits, cache = jmla.decode(model, tokens, cache)
-    jax.block_until_ready(logits)
+    _, logits = run()
     with pytest.raises(AssertionError, match="device-to-host"):
         float(logits[0, 0])
 
@@ -322,8 +339,9 @@ def test_tokens_past_the_capacity_are_padding():
         jmla.prefill(model, IDS, [40], cache)
     logits, cache = jmla.prefill(model, IDS, jnp.array([40]), cache, all_logits=True)
     assert int(cache.lengths[0]) == 10
-    whole, _ = jmla.prefill(model, IDS, [10], jmla.init_cache(model, 1, 64), all_logits=True)
-    np.testing.assert_array_equal(logits[0, :10], whole[0, :10])
+    within, _ = jmla.prefill(model, IDS, [10], jmla.init_cache(model, 1, 10), all_logits=True)
+    np.testing.assert_array_equal(logits[0, :10], within[0, :10])
+    assert np.asarray(within[0, :10]).any(axis=-1).all()
     assert not np.asarray(logits[0, 10:]).any()
     full, cache = jmla.decode(model, [5], cache)
     assert int(cache.lengths[0]) == 10
@@ -331,17 +349,56 @@ def test_tokens_past_the_capacity_are_padding():
     with pytest.raises(jmla.kernels.ValueCheckError, match="max_seq_len=10"), jmla.debug_checks():
         jmla.decode(model, [5], cache)
     with pytest.raises(jmla.kernels.ValueCheckError, match=r"to be in 0\.\.95"), jmla.debug_checks():
-        jmla.decode(model, jnp.array([96]), jmla.init_cache(model, 1, 64))
+        jmla.decode(model, jnp.array([96]), jmla.init_cache(model, 1, 10))
+
+
+def log_probs(logits) -> np.ndarray:
+    logits = np.asarray(logits[0], np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """Kullback-Leibler divergence at each position."""
+    return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def choosing_all(model):
+    """The same weights with nothing to choose: every key that is visible and every expert."""
+    config = model.config
+    changes = {"index_topk": 40, "num_experts_per_tok": config.n_routed_experts, "topk_group": config.n_group}
+    return dataclasses.replace(
+        model, spec=dataclasses.replace(model.spec, config=dataclasses.replace(config, **changes))
+    )
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_bfloat16_agrees_in_distribution(family):
-    """bf16 weights and activations: small divergence from float32 on most positions (near ties may flip)."""
-    exact = np.asarray(forward(tiny_model(family), IDS)[0], np.float64)
-    rough = np.asarray(forward(tiny_model(family, dtype="bfloat16", deterministic=False), IDS)[0], np.float64)
-    log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (exact, rough))
-    divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1)
-    assert np.median(divergence) < 0.02
+    """bf16 weights and activations against float32; with the FP8 cache that loading takes by default, too.
+
+    The random V3.2 and GLM models hold close choices of six keys among forty and of two experts among eight, and some
+    flip. So what rounding does is measured with nothing to choose; the models that choose are held to less below.
+    """
+    own = "footer584" if family == "v4" else "inline656"
+    variant = (lambda model: model) if family == "v4" else choosing_all
+    exact = log_probs(forward(variant(tiny_model(family)), IDS))
+    rough = log_probs(forward(variant(tiny_model(family, dtype="bfloat16", deterministic=False)), IDS))
+    assert 0 < divergence(exact, rough).mean() < 1e-3
+    assert (exact.argmax(-1) == rough.argmax(-1)).mean() >= 0.95
+    model = variant(tiny_model(family, kv_layout=own, dtype="bfloat16", deterministic=False))
+    packed, _ = jmla.prefill(model, IDS, [40], jmla.init_cache(model, 1, 64), all_logits=True)
+    assert np.isfinite(packed).all()
+    moved = divergence(rough, log_probs(packed))
+    assert 0 < np.median(moved) < 2e-3
+    assert moved.mean() < 5e-3
+
+
+@pytest.mark.parametrize("family", ["v32", "glm"])
+def test_bfloat16_with_close_choices(family):
+    """Most positions agree closely; those behind a flipped choice of a key or an expert move as far as they like."""
+    exact = log_probs(forward(tiny_model(family), IDS))
+    rough = log_probs(forward(tiny_model(family, dtype="bfloat16", deterministic=False), IDS))
+    assert np.median(divergence(exact, rough)) < 5e-3
+    assert divergence(exact, rough).mean() < 0.1
     assert (exact.argmax(-1) == rough.argmax(-1)).mean() > 0.8
 
 
