@@ -10,7 +10,7 @@ from jax._src.array import ArrayImpl
 
 import jmla
 from jmla.models import forward, moe, params, rope, steps, trunk
-from jmla.models.checkpoint import collect_tensors
+from jmla.models.checkpoint import collect_tensors, places
 from jmla.models.checkpoint.places import placements
 from jmla.models.dsa import rotary_magnitude, softmax_scale
 from jmla.models.layers import embed, swiglu
@@ -209,8 +209,8 @@ def test_scanned_layers_equal_unrolled_ones(family, monkeypatch):
     def unrolled(config):
         return tuple(Stack((kind,), 1, i) for i, kind in enumerate(params.layer_kinds(config)))
 
-    monkeypatch.setattr(params, "layer_stacks", unrolled)
-    monkeypatch.setattr(trunk, "layer_stacks", unrolled)
+    for module in (params, places, trunk):
+        monkeypatch.setattr(module, "layer_stacks", unrolled)
     flat = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), params.abstract_params(model.config, "float32"))
     for name, place in placements(model.config).items():
         for piece in place.pieces:
@@ -369,6 +369,16 @@ def choosing_all(model):
     return dataclasses.replace(
         model, spec=dataclasses.replace(model.spec, config=dataclasses.replace(config, **changes))
     )
+
+
+def test_double_precision_mode_changes_nothing():
+    """Under JAX_ENABLE_X64 arrays made without a dtype are 64 bits wide; ours all have one."""
+    model = tiny_model("v4")
+    expected = forward(model, IDS)
+    with jax.enable_x64(True):
+        logits = forward(model, IDS)
+        assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -39,12 +39,12 @@ def compress(
     if in_ring:  # reading after the write leaves the old state free for an update in place
         source = new_state
     else:
-        before = (first[:, None] + jnp.arange(-lookback, 0)) % ring
+        before = (first[:, None] + jnp.arange(-lookback, 0, dtype=jnp.int32)) % ring
         source = jnp.concatenate([jnp.take_along_axis(state, before[..., None], axis=1), rows], axis=1)
 
-    window = first[:, None] // ratio + jnp.arange(windows)
+    window = first[:, None] // ratio + jnp.arange(windows, dtype=jnp.int32)
     closes = (first[:, None] >= 0) & ((window + 1) * ratio <= end[:, None])
-    offsets = jnp.arange(ratio - span, ratio)
+    offsets = jnp.arange(ratio - span, ratio, dtype=jnp.int32)
     scores_bias = _own_half(jnp.tile(ape.astype(jnp.float32), (span // ratio, 1))[None], ratio, overlap)
 
     def gather(row: jax.Array, token: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ def compress(
     def split(x: jax.Array) -> jax.Array:
         return jnp.pad(x.reshape(total), (0, tiles * tile - total)).reshape(tiles, tile)
 
-    row_of = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, windows))
+    row_of = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], (batch, windows))
     entries = jax.lax.map(one_tile, (split(row_of), split(window * ratio), split(closes)))
     return entries.reshape(tiles * tile, d)[:total].reshape(batch, windows, d), new_state
 

@@ -50,7 +50,7 @@ def index_scores(
     rows, heads, dim = q.shape
     steps, columns = rows // batch, pages * layout.page_size
     if rows == 0 or columns == 0 or pool.shape[0] == 0:
-        return jnp.full((rows, columns), -jnp.inf)
+        return jnp.full((rows, columns), -jnp.inf, jnp.float32)
     tile = max(1, MATRIX_ROWS // heads)
     row_tiles, key_tiles = -(-steps // tile), -(-columns // KEY_TILE)
 
@@ -89,7 +89,7 @@ def index_scores(
                 return jax.lax.map(lambda rows: score_tile(rows, column, keys, present), tuple(by_row))
 
             reached = (column[0] < longest) & (column[-1] >= earliest)
-            blank = jnp.full((row_tiles, tile, KEY_TILE), -jnp.inf)
+            blank = jnp.full((row_tiles, tile, KEY_TILE), -jnp.inf, jnp.float32)
             return jax.lax.cond(reached, compute, lambda: blank)
 
         tiles = jnp.arange(key_tiles * KEY_TILE, dtype=jnp.int32).reshape(key_tiles, KEY_TILE)

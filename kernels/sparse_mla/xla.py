@@ -89,7 +89,7 @@ def _attend(
         return jax.lax.cond(jnp.any(taken), attend, lambda *same: same, *carry), None
 
     shape = q.shape[:2]
-    carry = jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(q.shape)
+    carry = jnp.full(shape, -jnp.inf, q.dtype), jnp.zeros(shape, q.dtype), jnp.zeros(q.shape, q.dtype)
     for source, row_slots in zip(sources, slots, strict=True):
         width = -(-row_slots.shape[1] // SLOT_TILE) * SLOT_TILE
         padded = jnp.pad(row_slots, ((0, 0), (0, width - row_slots.shape[1])), constant_values=-1)
