@@ -51,7 +51,9 @@ def straight_through(params: Any, amount: jax.Array | float = 1.0) -> Any:
 
     def one(path: Any, w: jax.Array) -> jax.Array:
         name = path[-1].key
-        if name in FP8:
+        if name == "shared_gate_up":  # one array here, two matrices with scales of their own in the checkpoint
+            rounded = jnp.concatenate([fp8(half) for half in jnp.split(w, 2, axis=-2)], axis=-2)
+        elif name in FP8:
             rounded = fp8(w.reshape(*w.shape[:-3], -1, w.shape[-1]) if name == "wo_a" else w).reshape(w.shape)
         elif name in FP4:
             rounded = fp4(w)
