@@ -223,6 +223,8 @@ def _check_complete(checkpoint: Checkpoint, names: Names, made: Mapping[str, str
     for name, place in names.places.items():
         if name not in made and name not in lost and (out.drafting or not place.optional) and checkpoint.tensors:
             out.problems.append(f"{name}: missing, expected {list(place.shape)}")
+    if not checkpoint.tensors and not out.problems:
+        out.problems.append("no tensors in its safetensors files")
     if optional and checkpoint.tensors and not out.drafting:
         out.warnings.append(f"drafting is off: none of the {len(optional)} tensors of the draft block are there")
 
