@@ -129,7 +129,7 @@ def wrapped():
     """Logits of trunk and draft block by kind of cache: rows of 1022 and 765 tokens, then six decoded.
 
     The first row fills its two window pages twice and decodes across the border of its fourth page, the second across
-    that of its third. A passes' 100 tokens straddle borders too.
+    that of its third. Passes of 100 tokens straddle borders too.
     """
     config = dataclasses.replace(
         V4, num_hidden_layers=2, layer_kinds=("window", "hca"), layer_routing=("hash", "learned")
