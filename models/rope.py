@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmla.kernels.rotary import rotate, rotate_tail
 from jmla.models.config import Yarn
+
+__all__ = ["cos_sin", "inverse_frequencies", "rotate", "rotate_head", "rotate_tail"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -36,31 +39,6 @@ def cos_sin(positions: jax.Array, frequencies: np.ndarray, magnitude: float = 1.
     """Table rows for ``positions [...]`` (int32): ``[..., dims]`` float32, first all cosines, then all sines."""
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1) * np.float32(magnitude)
-
-
-def rotate(x: jax.Array, table: jax.Array, *, interleaved: bool = True, inverse: bool = False) -> jax.Array:
-    """Rotates all of ``x [..., dims]`` by ``table [..., dims]``; float32 result.
-
-    Pairs are ``(2i, 2i + 1)`` when interleaved, ``(i, i + dims / 2)`` otherwise; ``inverse`` turns back.
-    """
-    half = table.shape[-1] // 2
-    cos, sin = table[..., :half], table[..., half:]
-    if inverse:
-        sin = -sin
-    x = x.astype(jnp.float32)
-    if interleaved:
-        pairs = x.reshape(*x.shape[:-1], half, 2)
-        a, b = pairs[..., 0], pairs[..., 1]
-        return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-def rotate_tail(x: jax.Array, table: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """Rotates the last ``table.shape[-1]`` values of ``x`` in interleaved pairs; same dtype as ``x``."""
-    dims = table.shape[-1]
-    turned = rotate(x[..., -dims:], table, inverse=inverse).astype(x.dtype)
-    return jnp.concatenate([x[..., :-dims], turned], axis=-1)
 
 
 def rotate_head(x: jax.Array, table: jax.Array, *, interleaved: bool) -> jax.Array:

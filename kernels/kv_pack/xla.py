@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from ..layouts import KVLayout, is_raw, locate
 from ..quant import e4m3, e8m0_byte, hadamard, quantise, to_bytes
+from ..rotary import rotate_tail
 
 
 def kv_pack(
@@ -23,7 +24,7 @@ def kv_pack(
     if norm_weight is not None:
         rows = _normalise(rows, norm_weight, eps)
     if cos_sin is not None:
-        rows = _rotate(rows, cos_sin)
+        rows = rotate_tail(rows, cos_sin)
     data, scales = encode_rows(rows, layout, kv_scale)
     if not is_raw(pool):
         return store_rows(pool, slots, data, None, layout)
@@ -104,13 +105,3 @@ def _row_sum(x: jax.Array) -> jax.Array:
         width //= 2
         x = x[:, :width] + x[:, width:]
     return x
-
-
-def _rotate(rows: jax.Array, cos_sin: jax.Array) -> jax.Array:
-    """Rotates the trailing values as interleaved pairs."""
-    rope = cos_sin.shape[1]
-    rest, pairs = rows[:, : rows.shape[1] - rope], rows[:, rows.shape[1] - rope :].reshape(-1, rope // 2, 2)
-    cos, sin = cos_sin[:, : rope // 2], cos_sin[:, rope // 2 :]
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
-    return jnp.concatenate([rest, turned.reshape(-1, rope)], axis=1)

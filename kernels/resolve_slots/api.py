@@ -11,8 +11,6 @@ from . import xla
 
 dispatch.register("resolve_slots", "xla", xla.resolve_slots)
 
-Segment = tuple[jax.Array, jax.Array]
-
 
 def resolve_slots(
     local: Any,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ..checks import check_dtype
 from ..quant import ScaleForm, quantise
+from ..rotary import rotate_tail
 
 MIN_AMAX = 1e-4
 SCALE_FORMS: dict[str, ScaleForm] = {"fp32": "float32", "ue8m0": "power_of_two"}
@@ -75,11 +76,7 @@ def finish(out: jax.Array, out_scale: Any, epilogue: Epilogue | None, cos_sin: j
         out = out * out_scale
     if epilogue is None or cos_sin is None:
         return out.astype(dtype)
-    half = cos_sin.shape[-1] // 2
-    cos, sin = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    even, odd = out[..., -2 * half :: 2], out[..., 1 - 2 * half :: 2]
-    turned = jnp.stack([even * cos + odd * sin, odd * cos - even * sin], axis=-1)
-    out = jnp.concatenate([out[..., : -2 * half], turned.reshape(*out.shape[:2], 2 * half)], axis=-1)
+    out = rotate_tail(out, cos_sin[:, None], inverse=True)
     return quantise(out, epilogue.block, SCALE_FORMS[epilogue.scale_form], MIN_AMAX)
 
 
