@@ -17,7 +17,6 @@ from jmla.models import Model, PagedCache
 from jmla.models.inputs import check_counts, check_ids
 from jmla.requests import (
     complete_params,
-    context_limit,
     default_params,
     encode,
     end_token_ids,
@@ -148,7 +147,10 @@ def generate(
     stop: Any = None,
     stream: Stream | None = None,
 ) -> Completion | list[Completion]:
-    """Completes one prompt or several; prompts of like length run together, and none changes another's result.
+    """Completes one prompt or several; prompts of like length run together.
+
+    None changes another's result: bit for bit with a model loaded as ``deterministic``, else up to rounding, which may
+    tip a close choice between tokens.
 
     Args:
         model_or_path: a ``Model``, or anything ``jmla.load`` takes (loaded anew on each call).
@@ -271,7 +273,7 @@ def generate_tokens(
             also values out of range.
     """
     max_new_tokens = SamplingParams(max_new_tokens=max_new_tokens).max_new_tokens or 1
-    vocab, limit = model.spec.config.vocab_size, context_limit(model)
+    vocab, limit = model.spec.config.vocab_size, model.spec.max_seq_len
     tokens = check_ids(model.spec, tokens, "[B, T]", lengths)
     batch, width = tokens.shape
     if batch == 0 or width == 0:

@@ -11,11 +11,6 @@ from jmla.models import Model
 from jmla.sampling import DEFAULT_MAX_NEW_TOKENS, DEFAULTS, SamplingParams
 
 
-def context_limit(model: Model) -> int:
-    """Most tokens, prompt and completion together, that a sequence of this model may have."""
-    return min(model.spec.max_seq_len, model.spec.config.max_position_embeddings)
-
-
 def check_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
     """Checks token ids on the host, before anything is cut to int32 or used as an index.
 
@@ -92,7 +87,7 @@ def complete_params(
     if len(rows) != count:
         raise ValueError(f"Expected one SamplingParams, or one for each of the {count} prompts, got {len(rows)}")
     explicit = SamplingParams(max_new_tokens=max_new_tokens, stop=stop)
-    limit, result = context_limit(model), []
+    limit, result = model.spec.max_seq_len, []
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if row is not None and not isinstance(row, SamplingParams):
             raise TypeError(f"Expected sampling to be jmla.SamplingParams, got {type(row).__name__}")

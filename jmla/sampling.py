@@ -73,8 +73,9 @@ class SamplingParams:
         top_p: after ``top_k``, keep the smallest set of likeliest tokens whose probability reaches it. Default 1.
         min_p: drop tokens less likely than ``min_p`` times the likeliest. Default 0.
         seed: 0 to 2**64 - 1. The draw for a token depends on the seed and the token's position in the completion
-            alone, so the same prompt and seed give the same text in any batch; give equal prompts different seeds
-            for different texts. Default 0.
+            alone, so the same prompt and seed give the same text in any batch (exactly with a model loaded as
+            ``deterministic``; else rounding may tip a close choice); give equal prompts different seeds for different
+            texts. Default 0.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or completion.
             Default 1.
         presence_penalty: subtracted once from the logits of tokens in the completion. Default 0.

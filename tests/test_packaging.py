@@ -123,7 +123,7 @@ def test_pytest_runs_in_the_root_against_the_installed_wheel(wheel):
     site, _ = wheel
     env = os.environ | {"PYTHONPATH": str(site)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    subprocess.run(command, cwd=ROOT, env=env, check=True)
+    assert subprocess.run(command, cwd=ROOT, env=env, check=False).returncode == 0
 
 
 def test_sizes():
