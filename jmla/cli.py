@@ -5,15 +5,32 @@ from typing import Annotated
 
 import typer
 
+from jmla import __version__
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # errors on lines of their own, not in a box that wraps them
     help="DeepSeek-V4, DeepSeek-V3.2 and GLM-5 in JAX.",
 )
 
-Path = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.", show_default="the bundled model")]
+Path = Annotated[str | None, typer.Argument(help="Checkpoint directory or hub id.", show_default="the bundled model")]
 KvLayout = Annotated[str, typer.Option(help="Cache format: auto, inline656, footer584, bfloat16 or float32.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jmla {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command()
@@ -65,24 +82,24 @@ def generate(
     path = words[0] if len(words) == 2 else bundled.path()
     model = load(path, dtype=dtype, kv_layout=kv_layout, max_seq_len=max_seq_len)
 
-    def show(_: int, piece: str | int) -> None:
-        sys.stdout.write(str(piece))
-        sys.stdout.flush()
+    unsaid = [prompt]  # until the first piece comes: then nothing is wrong with it
 
-    show(0, prompt)
+    def show(_: int, piece: str | int) -> None:
+        sys.stdout.write("".join([*unsaid, str(piece)]))
+        sys.stdout.flush()
+        unsaid.clear()
+
     complete(model, prompt, sampling=params, stream=show)
     show(0, "\n")
 
 
 @app.command()
-def info(path: Path = "", kv_layout: KvLayout = "auto") -> None:
+def info(path: Path = None, kv_layout: KvLayout = "auto") -> None:
     """Say what a checkpoint is, and what its cache costs; reads no weights."""
-    from rich.console import Console
-
     from jmla import bundled
     from jmla.describe import describe
 
-    Console(highlight=False).print(describe(path or bundled.path(), kv_layout))
+    typer.echo(describe(bundled.path() if path is None else path, kv_layout))
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.table import Table
 
 from jmla import hub
 from jmla.models import abstract_params, bytes_per_row, bytes_per_token, make_model
@@ -60,8 +59,8 @@ def _cache_rows(spec: ModelSpec) -> list[tuple[str, str]]:
     return rows
 
 
-def describe(path: str | os.PathLike[str], kv_layout: str = "auto") -> Table:
-    """A table of architecture, parameter counts, cache costs and features of a checkpoint.
+def describe(path: str | os.PathLike[str], kv_layout: str = "auto") -> str:
+    """A table of architecture, parameter counts, cache costs and features of a checkpoint, a line for each.
 
     Args:
         path: as for ``jmla.load``.
@@ -94,7 +93,5 @@ def describe(path: str | os.PathLike[str], kv_layout: str = "auto") -> Table:
         ("drafting", "yes, if the MTP tensors are there" if "draft" in shapes else "no draft block"),
         ("text", "tokenizer.json" if (directory / "tokenizer.json").is_file() else "none: token ids only"),
     ]
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

@@ -1,6 +1,7 @@
 """Text in, text out: the loop of prefill, decode and sampling over a batch of prompts."""
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,15 +15,19 @@ from jmla import models, sampling
 from jmla.batching import bucket, cache_room, chunk_width, groups
 from jmla.completion import Completion, Output, Stream
 from jmla.models import Model, PagedCache
+from jmla.models.config.common import shown
 from jmla.models.inputs import check_counts, check_ids
+from jmla.models.spec import check_model
 from jmla.requests import (
     complete_params,
     default_params,
     encode,
     end_token_ids,
     split_prompts,
+    split_sampling,
 )
 from jmla.sampling import DEFAULTS, History, RowParams, SamplingParams
+from jmla.values import check_integer, check_token_ids, is_list
 
 BLOCK = 16  # tokens that one launch of the decode loop makes at most
 
@@ -170,15 +175,16 @@ def generate(
             is wrong and what is allowed.
         FloatingPointError: the model made NaN logits.
     """
-    if isinstance(model_or_path, Model):
-        model = model_or_path
-    else:
+    if stream is not None and not callable(stream):
+        raise TypeError(f"Expected stream={shown(stream)} to be a function of (index, piece)")
+    items, single = split_prompts(prompts)
+    split_sampling(sampling, len(items))  # a wrong option should not wait for the weights
+    if isinstance(model_or_path, str | os.PathLike):
         from jmla.loading import load
 
         model = load(model_or_path)
-    if stream is not None and not callable(stream):
-        raise TypeError(f"Expected {stream=} to be a function of (index, piece)")
-    items, single = split_prompts(prompts)
+    else:
+        model = check_model(model_or_path)
     ids = [encode(model, index, prompt) for index, prompt in enumerate(items)]
     rows = complete_params(model, sampling, len(ids), [len(p) for p in ids], max_new_tokens, stop)
     ends = end_token_ids(model)
@@ -255,7 +261,8 @@ def generate_tokens(
     Args:
         model: the model.
         tokens: ``[B, T]`` integers, each row a prompt, left-aligned; what stands past its length does not matter.
-        lengths: ``[B]`` integers, tokens of each prompt; a row of length 0 stays empty.
+        lengths: ``[B]`` integers, tokens of each prompt; a row of length 0 stays empty. Arrays on the device are not
+            looked at: their values are taken into ``0..T``.
         key: a random key, from which each row gets its own; or ``[B]`` keys, one a row.
         max_new_tokens: tokens to make at most (static).
         sampling: options for all rows (no ``seed``, ``stop``, ``logprobs`` or ``max_new_tokens``: ``key``, ``eos`` and
@@ -272,7 +279,8 @@ def generate_tokens(
         TypeError, ValueError: shapes, dtypes, or static options that do not fit; for tokens and lengths on the host
             also values out of range.
     """
-    max_new_tokens = SamplingParams(max_new_tokens=max_new_tokens).max_new_tokens or 1
+    check_model(model)
+    max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1)
     vocab, limit = model.spec.config.vocab_size, model.spec.max_seq_len
     tokens = check_ids(model.spec, tokens, "[B, T]", lengths)
     batch, width = tokens.shape
@@ -289,39 +297,48 @@ def generate_tokens(
     else:
         given = SamplingParams() if sampling is None else sampling
         if not isinstance(given, SamplingParams):
-            raise TypeError(f"Expected sampling to be jmla.SamplingParams or RowParams, got {type(given).__name__}")
+            raise TypeError(f"Expected sampling to be jmla.SamplingParams or RowParams, got {shown(given)}")
         if given.seed is not None or given.stop or given.logprobs is not None or given.max_new_tokens is not None:
             raise ValueError(
                 "Expected sampling without seed, stop, logprobs and max_new_tokens: pass key, eos and max_new_tokens"
             )
         params = RowParams.pack([given.over(default_params(model))] * batch)
-    ends = end_token_ids(model) if eos is None else tuple(eos)
-    if any(not isinstance(e, int | np.integer) or not 0 <= e < vocab for e in ends):
-        raise ValueError(f"Expected eos={ends} to hold token ids in 0..{vocab - 1}")
+    ends = end_token_ids(model) if eos is None else tuple(check_token_ids("eos", eos, vocab, least=0).tolist())
     keys = _row_keys(key, batch)
     return _generate_tokens(model, tokens, lengths, replace(params, keys=keys), max_new_tokens, ends)
 
 
 def _check_row_params(params: RowParams, batch: int) -> RowParams:
+    """The options as arrays of the right dtypes; those on the host are also checked for range. Leaves the keys."""
+    columns = {}
     for field in fields(params):
-        shape = jnp.shape(getattr(params, field.name))
-        if field.name != "keys" and shape != (batch,):
+        if field.name == "keys":
+            continue
+        name, values = f"sampling.{field.name}", getattr(params, field.name)
+        if not is_list(values) or len(values) != batch or getattr(values, "ndim", 1) != 1:
             raise ValueError(
-                f"Expected sampling.{field.name} to have shape ({batch},), one value a row of tokens; got {shape}"
+                f"Expected {name} to have shape ({batch},), one value a row of tokens; got {shown(values)}"
             )
-    return params
+        kind = jnp.integer if field.name == "top_k" else jnp.floating
+        if not isinstance(values, jax.Array):
+            values = np.array([sampling.CHECKS[field.name](name, value) for value in values])
+        elif not jnp.issubdtype(values.dtype, kind):
+            raise TypeError(f"Expected {name} to have dtype {kind.__name__}, got {values.dtype}")
+        columns[field.name] = jnp.asarray(values).astype(jnp.int32 if kind is jnp.integer else jnp.float32)
+    return replace(params, **columns)
 
 
-def _row_keys(key: jax.Array, batch: int) -> jax.Array:
+def _row_keys(key: Any, batch: int) -> jax.Array:
     """``[B, 2]`` uint32 key data of the rows, from one key or one key a row, of any key implementation."""
-    key = jnp.asarray(key) if not isinstance(key, jax.Array) else key
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not typed:
-        key = jax.random.wrap_key_data(key)
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        try:
+            key = jax.random.wrap_key_data(key if isinstance(key, jax.Array) else jnp.asarray(key))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"Expected key={shown(key)} to be a random key, as jax.random.key(0) makes it") from error
+    if key.shape not in ((), (batch,)):
+        raise ValueError(f"Expected key to be one random key, or one for each of the {batch} rows, got {key.shape}")
     if key.ndim == 0:
         key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
-    if key.shape != (batch,):
-        raise ValueError(f"Expected key to be one random key, or one for each of the {batch} rows, got {key.shape}")
     return jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)
 
 
@@ -335,6 +352,7 @@ def _generate_tokens(
     ends: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     batch, width = tokens.shape
+    lengths = jnp.clip(lengths, 0, width)  # those on the device could not be refused
     vocab, deterministic = model.spec.config.vocab_size, model.spec.deterministic
     end_ids = jnp.array(ends or (-1,), jnp.int32)
     index = jnp.arange(batch)

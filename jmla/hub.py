@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from jmla import bundled
+from jmla.models.config.common import shown
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -25,9 +26,14 @@ def resolve(source: str | os.PathLike[str]) -> Path:
         ImportError: for a hub id when huggingface-hub is not installed.
     """
     if not isinstance(source, str | os.PathLike) or not os.fspath(source):
-        raise TypeError(f"Expected {source=} to be a checkpoint directory or a hub id")
-    path = Path(source).expanduser()
-    if path.is_dir():
+        raise TypeError(f"Expected source={shown(source)} to be a checkpoint directory or a hub id")
+    try:
+        path = Path(source).expanduser()
+        found = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~ of a user whom the system does not know
+        reason = getattr(error, "strerror", None) or error
+        raise FileNotFoundError(f"No checkpoint directory {shown(os.fspath(source))}: {reason}") from error
+    if found:
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"Expected {path} to be a checkpoint directory: it has no config.json")
         return path

@@ -13,7 +13,7 @@ from jmla import hub
 from jmla.models import Model, make_model
 from jmla.models.checkpoint import load_params
 from jmla.models.config import read_config
-from jmla.models.options import check_dtype, check_max_seq_len
+from jmla.models.options import check_dtype, check_flag, check_max_seq_len
 from jmla.models.spec import check_implementation, resolve_format
 from jmla.text import read_text_support
 
@@ -23,7 +23,7 @@ PROGRESS_FROM = 2 << 30  # bytes of checkpoint from which a progress bar is show
 @contextmanager
 def _progress(path: Path) -> Iterator[Any]:
     """A callback ``(bytes done, bytes in all)`` that draws a bar on a terminal if there is much to load, else None."""
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors") if file.is_file())
     if size < PROGRESS_FROM or not sys.stderr.isatty():
         yield None
         return
@@ -79,6 +79,7 @@ def load(
 
     Raises:
         OSError, ImportError: nothing to load there (see ``jmla.hub.resolve``).
+        TypeError: ``path`` is no path, or ``deterministic`` no bool.
         ValueError: an unsupported configuration or option, or tensors that do not fit; the message lists all.
     """
     directory = hub.resolve(path)
@@ -86,8 +87,10 @@ def load(
     config = read_config(directory)
     resolve_format(config, kv_layout)  # a wrong option should not wait for the weights
     check_implementation(implementation)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic)
     check_max_seq_len(max_seq_len, config.max_position_embeddings)
-    text = read_text_support(directory)
+    text = read_text_support(directory, config.vocab_size)
     with _progress(directory) as progress:
         params, report = load_params(directory, config, dtype, progress=progress)
     return make_model(

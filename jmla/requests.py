@@ -1,6 +1,6 @@
 """What goes into a model: prompts and options, checked on the host before anything runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,44 +8,27 @@ import jax
 import numpy as np
 
 from jmla.models import Model
+from jmla.models.config.common import shown
 from jmla.sampling import DEFAULT_MAX_NEW_TOKENS, DEFAULTS, SamplingParams
-
-
-def check_token_ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:
-    """Checks token ids on the host, before anything is cut to int32 or used as an index.
-
-    Raises:
-        TypeError: not integers.
-        ValueError: empty, not one-dimensional, or outside ``0..vocab_size - 1``.
-    """
-    array = np.asarray(ids)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"Expected {name} to hold at least one token in one dimension, got shape {array.shape}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"Expected {name} to hold integer token ids, got {array.dtype}")
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if bad.size:
-        raise ValueError(
-            f"Expected {name} to hold token ids in 0..{vocab_size - 1}, got {array[bad[0]]} at position {bad[0]}"
-        )
-    return array.astype(np.int32)
+from jmla.values import as_integer, check_text, check_token_ids, is_list
 
 
 def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether the caller gave one alone."""
     if isinstance(prompts, str):
         return [prompts], True
+    if not is_list(prompts):
+        raise TypeError(f"Expected prompts={shown(prompts)} to be a string, token ids, or a list of those")
     if isinstance(prompts, np.ndarray | jax.Array):
-        if prompts.ndim not in (1, 2):
+        if prompts.ndim > 2:
             raise ValueError(f"Expected prompts as an array to have one or two axes, got shape {prompts.shape}")
-        array = np.asarray(prompts)
-        return (list(array), False) if array.ndim == 2 else ([array], True)
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"Expected {prompts=} to be a string, token ids, or a list of those")
+        prompts = np.asanyarray(prompts)  # masked values stay masked, and are refused
+        if prompts.ndim == 1:
+            return [prompts], True
     items = list(prompts)
     if not items:
-        raise ValueError("Expected at least one prompt, got an empty list")
-    if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in items):
+        raise ValueError("Expected at least one prompt, got none")
+    if not any(isinstance(item, str) or is_list(item) for item in items) and as_integer(items[0]) is not None:
         return [items], True
     return items, False
 
@@ -56,13 +39,11 @@ def encode(model: Model, index: int, prompt: Any) -> np.ndarray:
         tokenizer = model.text.tokenizer if model.text is not None else None
         if tokenizer is None:
             raise ValueError(f"Expected {name} to be token ids: this checkpoint has no tokenizer.json to encode text")
-        prompt = tokenizer.encode(prompt)
+        prompt = tokenizer.encode(check_text(name, prompt))
         if not prompt:
             raise ValueError(f"Expected {name} to hold at least one token, got an empty prompt")
-    elif not isinstance(prompt, Sequence | np.ndarray | jax.Array):
-        raise TypeError(f"Expected {name} to be a string or token ids, got {type(prompt).__name__}")
-    elif len(prompt) and isinstance(prompt[0], str):
-        raise TypeError(f"Expected {name} to be a string or token ids, got a list of strings")
+    elif not is_list(prompt):
+        raise TypeError(f"Expected {name} to be a string or token ids, got {shown(prompt)}")
     return check_token_ids(name, prompt, model.spec.config.vocab_size)
 
 
@@ -79,18 +60,27 @@ def end_token_ids(model: Model) -> tuple[int, ...]:
     return tuple(model.spec.config.eos_token_id)
 
 
+def split_sampling(given: Any, count: int) -> list[SamplingParams | None]:
+    """What the caller says on sampling for each of ``count`` prompts."""
+    rows = list(given) if is_list(given) else [given] * count
+    for row in rows:
+        if row is not None and not isinstance(row, SamplingParams):
+            raise TypeError(
+                f"Expected sampling to be jmla.SamplingParams, or a list of one for each prompt, got {shown(row)}"
+            )
+    if len(rows) != count:
+        raise ValueError(f"Expected one SamplingParams, or one for each of the {count} prompts, got {len(rows)}")
+    return rows
+
+
 def complete_params(
     model: Model, given: Any, count: int, lengths: Sequence[int], max_new_tokens: int | None, stop: Any
 ) -> list[SamplingParams]:
-    """One complete ``SamplingParams`` a prompt, its token limit checked against the context."""
-    rows = [given] * count if given is None or isinstance(given, SamplingParams) else list(given)
-    if len(rows) != count:
-        raise ValueError(f"Expected one SamplingParams, or one for each of the {count} prompts, got {len(rows)}")
+    """One complete ``SamplingParams`` a prompt, checked against the model's context and vocabulary."""
+    rows = split_sampling(given, count)
     explicit = SamplingParams(max_new_tokens=max_new_tokens, stop=stop)
     limit, result = model.spec.max_seq_len, []
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if row is not None and not isinstance(row, SamplingParams):
-            raise TypeError(f"Expected sampling to be jmla.SamplingParams, got {type(row).__name__}")
         if length >= limit:
             raise ValueError(
                 f"Expected prompt {index} to leave room for a token: it has {length} tokens, and max_seq_len is {limit}"
@@ -105,7 +95,12 @@ def complete_params(
                 f"Expected prompt {index} of {length} tokens and max_new_tokens={asked.max_new_tokens} to fit "
                 f"max_seq_len={limit}, got {length + asked.max_new_tokens} together"
             )
-        if any(isinstance(s, str) for s in full.stop) and (model.text is None or model.text.tokenizer is None):
-            raise ValueError("Expected stop to be token id lists: this checkpoint has no tokenizer for stop strings")
+        for item in full.stop:
+            if not isinstance(item, str):
+                check_token_ids(f"stop item {shown(list(item))}", item, model.spec.config.vocab_size)
+            elif model.text is None or model.text.tokenizer is None:
+                raise ValueError(
+                    "Expected stop to be token id lists: this checkpoint has no tokenizer for stop strings"
+                )
         result.append(full)
     return result

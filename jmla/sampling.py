@@ -1,8 +1,7 @@
 """Sampling: what a caller may ask for, and the sampler that serves every row's own choice in one compiled function."""
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,56 +10,54 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmla.models.config.common import INT32_MAX, shown
+from jmla.values import check_integer, check_number, check_text, check_token_ids, is_list
+
 MAX_LOGPROBS = 20  # alternatives reported for a token; a fixed width, so that asking for them compiles nothing new
 DEFAULT_MAX_NEW_TOKENS = 256
 
 Stop = tuple[str | tuple[int, ...], ...]
 
 
-def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
-    try:
-        number = float(value) if not isinstance(value, bool | str) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and low <= number <= high) or (low_open and number == low):
-        bound = f"{low:g} <{'' if low_open else '='} {name}" + (f" <= {high:g}" if math.isfinite(high) else "")
-        raise ValueError(f"Expected {name}={value!r} to be a finite number with {bound}")
-    return number
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    try:
-        number = operator.index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        number = None
-    if number is None or number < low or (high is not None and number > high):
-        bound = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"Expected {name}={value!r} to be an integer {bound}")
-    return number
-
-
 def normalize_stop(stop: Any) -> Stop:
     """Turns a stop argument into a tuple of strings and token id tuples.
 
     Args:
-        stop: a string, or a sequence of strings and non-empty token id sequences.
+        stop: a string, or a list of strings and non-empty token id lists.
 
     Raises:
-        ValueError: for empty strings, empty id lists, negative ids, or anything else.
+        TypeError, ValueError: for empty strings, empty id lists, ids that no vocabulary has, or anything else.
     """
     if isinstance(stop, str):
         stop = (stop,)
-    if not isinstance(stop, Iterable):
-        raise ValueError(f"Expected {stop=} to be a string or a list of strings and token id lists")
+    if not is_list(stop):
+        raise ValueError(f"Expected stop={shown(stop)} to be a string or a list of strings and token id lists")
     result: list[str | tuple[int, ...]] = []
     for item in stop:
+        name = f"stop item {shown(item)}"
         if isinstance(item, str) and item:
-            result.append(item)
-        elif isinstance(item, Sequence | np.ndarray) and not isinstance(item, str) and len(item):
-            result.append(tuple(_integer("stop token id", i, 0) for i in item))
+            result.append(check_text(name, str(item)))
+        elif is_list(item) and len(item):
+            result.append(tuple(check_token_ids(name, item, INT32_MAX).tolist()))
         else:
-            raise ValueError(f"Expected stop item {item!r} to be a non-empty string or a non-empty list of token ids")
+            raise ValueError(f"Expected {name} to be a non-empty string or a non-empty list of token ids")
     return tuple(result)
+
+
+# How each option is checked: called with its name and value.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": lambda n, v: check_number(n, v, 0, math.inf),
+    "top_k": lambda n, v: check_integer(n, v, 0),
+    "top_p": lambda n, v: check_number(n, v, 0, 1, low_open=True),
+    "min_p": lambda n, v: check_number(n, v, 0, 1),
+    "seed": lambda n, v: check_integer(n, v, 0, 2**64 - 1),
+    "repetition_penalty": lambda n, v: check_number(n, v, 0, math.inf, low_open=True),
+    "presence_penalty": lambda n, v: check_number(n, v, -math.inf, math.inf),
+    "frequency_penalty": lambda n, v: check_number(n, v, -math.inf, math.inf),
+    "max_new_tokens": lambda n, v: check_integer(n, v, 1),
+    "stop": lambda _, v: normalize_stop(v),
+    "logprobs": lambda n, v: check_integer(n, v, 0, MAX_LOGPROBS),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +96,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        checks: dict[str, Callable[[str, Any], Any]] = {
-            "temperature": lambda n, v: _number(n, v, 0, math.inf),
-            "top_k": lambda n, v: _integer(n, v, 0),
-            "top_p": lambda n, v: _number(n, v, 0, 1, low_open=True),
-            "min_p": lambda n, v: _number(n, v, 0, 1),
-            "seed": lambda n, v: _integer(n, v, 0, 2**64 - 1),
-            "repetition_penalty": lambda n, v: _number(n, v, 0, math.inf, low_open=True),
-            "presence_penalty": lambda n, v: _number(n, v, -math.inf, math.inf),
-            "frequency_penalty": lambda n, v: _number(n, v, -math.inf, math.inf),
-            "max_new_tokens": lambda n, v: _integer(n, v, 1),
-            "stop": lambda _, v: normalize_stop(v),
-            "logprobs": lambda n, v: _integer(n, v, 0, MAX_LOGPROBS),
-        }
-        for name, check in checks.items():
+        for name, check in CHECKS.items():
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check(name, value))
@@ -163,11 +147,10 @@ class RowParams:
 
         seeds = column("seed", np.uint64)
         keys: Any = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)
-        top_k: Any = np.minimum([row.top_k or 0 for row in full], 2**31 - 1).astype(np.int32)
         return cls(
             keys=keys,
             temperature=column("temperature"),
-            top_k=top_k,
+            top_k=column("top_k", np.int32),
             top_p=column("top_p"),
             min_p=column("min_p"),
             repetition_penalty=column("repetition_penalty"),
@@ -200,12 +183,15 @@ class History:
         return replace(self, counts=self.counts.at[rows, tokens].add(active.astype(jnp.int32), mode="drop"))
 
 
-def _penalise(logits: jax.Array, params: RowParams, history: History) -> jax.Array:
+def _penalise(given: jax.Array, params: RowParams, history: History) -> jax.Array:
     repetition = params.repetition_penalty[:, None]
     seen = history.prompt | (history.counts > 0)
-    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = jnp.where(seen, jnp.where(given > 0, given / repetition, given * repetition), given)
     logits = logits - history.counts * params.frequency_penalty[:, None]
-    return jnp.where(history.counts > 0, logits - params.presence_penalty[:, None], logits)
+    logits = jnp.where(history.counts > 0, logits - params.presence_penalty[:, None], logits)
+    # A huge penalty moves a token as far as float32 goes, not to an infinity that the next difference makes NaN.
+    largest = jnp.finfo(jnp.float32).max
+    return jnp.where(jnp.isneginf(given), given, jnp.clip(logits, -largest, largest))
 
 
 def _nucleus(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

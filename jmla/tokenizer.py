@@ -1,9 +1,11 @@
 """Text to token ids and back, also piece by piece while tokens arrive."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from jmla.models.config.common import shown
+from jmla.models.config.files import read_object
 
 _BROKEN = "\ufffd"  # what decoders give for bytes that are not (yet) a character
 _HELD = 3  # an unfinished UTF-8 character has at most three bytes
@@ -23,7 +25,7 @@ class Tokenizer:
         """Reads ``path/tokenizer.json``.
 
         Raises:
-            ValueError: if the file cannot be read as a tokenizer.
+            ValueError: if it cannot be read as a tokenizer, or tokenizer_config.json says nothing usable.
         """
         import tokenizers
 
@@ -35,11 +37,11 @@ class Tokenizer:
         self._bos: int | None = None
         settings = Path(path) / "tokenizer_config.json"
         if settings.is_file():
-            try:
-                values = json.loads(settings.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"Expected {settings} to be JSON: {error}") from error
-            if values.get("add_bos_token"):
+            values = read_object(settings)
+            add_bos = values.get("add_bos_token")
+            if not isinstance(add_bos, bool | None):
+                raise ValueError(f"Expected add_bos_token={shown(add_bos)} of {settings} to be true or false")
+            if add_bos:
                 text = _token_text(values.get("bos_token"))
                 self._bos = self._tokenizer.token_to_id(text) if text is not None else None
                 if self._bos is None:

@@ -9,8 +9,10 @@ import numpy as np
 
 from jmla.kernels.layouts import KVLayout
 from jmla.models.config import V4Config
+from jmla.models.config.common import INT32_MAX
+from jmla.models.options import check_dtype, check_flag, check_integer
 from jmla.models.params import layer_counts
-from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS, Model, ModelSpec, cache_layouts
+from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS, Model, ModelSpec, cache_layouts, check_model
 
 
 class CacheConsumedError(RuntimeError):
@@ -132,23 +134,18 @@ def init_cache(
         batch: rows.
         max_seq_len: tokens a row can hold.
         whole_window: keep every window page (V4) instead of running round the last few.
-        dtype: a plain dtype to use in place of the model's cache format.
+        dtype: "bfloat16" or "float32", a plain format to use in place of the model's own; None keeps that.
 
     Raises:
-        ValueError: ``batch`` or ``max_seq_len`` out of range, or more pages than int32 slot ids can address.
+        TypeError: no model, or a flag that is no bool.
+        ValueError: ``batch``, ``max_seq_len`` or ``dtype`` out of range, or more pages than int32 slot ids can address.
     """
-    spec = model.spec
-    if not isinstance(batch, int | np.integer) or isinstance(batch, bool) or batch < 1:
-        raise ValueError(f"Expected {batch=} to be a positive integer")
-    if (
-        not isinstance(max_seq_len, int | np.integer)
-        or isinstance(max_seq_len, bool)
-        or not 1 <= max_seq_len <= spec.max_seq_len
-    ):
-        raise ValueError(f"Expected {max_seq_len=} to be in 1..{spec.max_seq_len}, the model's max_seq_len")
-    batch, max_seq_len = int(batch), int(max_seq_len)
+    spec = check_model(model).spec
+    batch = check_integer("batch", batch, INT32_MAX, "as slots are int32")
+    max_seq_len = check_integer("max_seq_len", max_seq_len, spec.max_seq_len, "the model's max_seq_len")
+    whole_window = check_flag("whole_window", whole_window)
     if dtype is not None:
-        spec = dataclasses.replace(spec, kv_layout=dtype)
+        spec = dataclasses.replace(spec, kv_layout=check_dtype(dtype))
     row_pages = -(-max_seq_len // PAGE_TOKENS)
     layouts, counts = cache_layouts(spec), layer_counts(spec.config, spec.drafting)
     window_pages = row_pages if whole_window else min(row_pages, _window_pages(spec))
@@ -187,13 +184,38 @@ def copy(cache: PagedCache) -> PagedCache:
 
     Raises:
         CacheConsumedError: the cache was already consumed.
+        TypeError: no cache.
     """
     check_alive(cache)
     return jax.tree.map(jnp.copy, cache)
 
 
-def check_alive(cache: PagedCache) -> None:
-    """Raises CacheConsumedError when a step has taken the buffers of ``cache`` over."""
+def unshared(cache: PagedCache, *others: jax.Array) -> PagedCache:
+    """The cache with a copy of each array that it has twice, or that is one of ``others``.
+
+    A buffer can be donated once alone, and not while something else reads it: ``cache.replace(draft_lengths=
+    cache.lengths)`` has one in two places. Costs no look at values.
+    """
+    seen = {id(other) for other in others}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, cache)
+
+
+def check_alive(cache: Any) -> None:
+    """Refuses what is no cache, and a cache whose buffers a step has taken over.
+
+    Raises:
+        CacheConsumedError: the latter.
+        TypeError: the former.
+    """
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"Expected cache to be a PagedCache (see jmla.init_cache), got {type(cache).__name__}")
     for leaf in jax.tree.leaves(cache):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
             raise CacheConsumedError(

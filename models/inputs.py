@@ -8,14 +8,47 @@ import numpy as np
 
 from jmla.kernels.layouts import KVLayout
 from jmla.models.cache import PagedCache, check_alive
+from jmla.models.config.common import shown
 from jmla.models.params import layer_counts
-from jmla.models.spec import Model, ModelSpec, cache_layouts
+from jmla.models.spec import PAGE_TOKENS, Model, ModelSpec, cache_layouts
 
 Array = jax.Array
 
 
 def is_host(x: Any) -> bool:
     return not isinstance(x, jax.Array | jax.core.Tracer)
+
+
+def as_array(name: str, values: Any) -> Any:
+    """A NumPy array of what is on the host; arrays on the device as they are.
+
+    Raises:
+        TypeError: neither an array nor numbers, or integers of more than 64 bits.
+        ValueError: lists of unequal lengths.
+    """
+    if not is_host(values):
+        return values
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"Expected {name} to be an array or lists of equal lengths, got {shown(values)}") from error
+    if array.dtype == object:
+        kind = type(values).__name__
+        raise TypeError(f"Expected {name} to be an array or lists of numbers of at most 64 bits, got {kind}")
+    return array
+
+
+def as_integers(name: str, values: Any) -> Any:
+    """As ``as_array``, of integers.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: lists of unequal lengths.
+    """
+    array = as_array(name, values)
+    if not jnp.issubdtype(array.dtype, jnp.integer) and (array.size or not is_host(array)):
+        raise TypeError(f"Expected {name} to be integers, got dtype {array.dtype}")
+    return array
 
 
 def check_ids(spec: ModelSpec, tokens: Any, shape: str, counts: Any = None) -> Array:
@@ -30,33 +63,26 @@ def check_ids(spec: ModelSpec, tokens: Any, shape: str, counts: Any = None) -> A
 
     Raises:
         TypeError: not integers.
-        ValueError: another rank, or an id out of range.
+        ValueError: another rank, nothing in it, or an id out of range.
     """
-    axes = shape.count(",") + 1
-    if not is_host(tokens):
-        return _device_integers("tokens", tokens, shape, axes)
-    tokens = np.asarray(tokens)
-    if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"Expected tokens to be integers, got dtype {tokens.dtype}")
-    if tokens.ndim != axes:
+    tokens = as_integers("tokens", tokens)
+    if tokens.ndim != shape.count(",") + 1:
         raise ValueError(f"Expected tokens to be {shape}, got shape {tokens.shape}")
+    if 0 in tokens.shape:
+        sizes = "B >= 1 and T >= 1" if tokens.ndim > 1 else "B >= 1"
+        raise ValueError(f"Expected tokens {shape} with {sizes}, got shape {tokens.shape}")
+    if not is_host(tokens):
+        return tokens.astype(jnp.int32)
     low, high = 0, spec.config.vocab_size - 1
-    if counts is not None and is_host(counts) and np.shape(counts) == tokens.shape[:1]:
-        tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(counts)[:, None], tokens, 0)
+    counts = None if counts is None else as_integers("lengths", counts)
+    if counts is not None and is_host(counts) and counts.shape == tokens.shape[:1]:
+        tokens = np.where(np.arange(tokens.shape[1]) < counts[:, None], tokens, 0)
     elif counts is not None:
         low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     bad = (tokens < low) | (tokens > high)
     if bad.any():
         raise ValueError(f"Expected token ids in {low}..{high}, got {int(tokens[bad][0])}")
     return jnp.asarray(tokens.astype(np.int32))
-
-
-def _device_integers(name: str, values: Array, shape: str, axes: int) -> Array:
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"Expected {name} to be integers, got dtype {values.dtype}")
-    if values.ndim != axes:
-        raise ValueError(f"Expected {name} to be {shape}, got shape {values.shape}")
-    return values.astype(jnp.int32)
 
 
 def check_counts(name: str, counts: Any, batch: int, length: int) -> Array:
@@ -66,15 +92,9 @@ def check_counts(name: str, counts: Any, batch: int, length: int) -> Array:
         TypeError: not integers.
         ValueError: another shape, or a number out of range.
     """
-    if is_host(counts):
-        counts = np.asarray(counts)
-        if counts.size and not np.issubdtype(counts.dtype, np.integer):
-            raise TypeError(f"Expected {name} to be integers, got dtype {counts.dtype}")
-        if counts.size and (counts.min() < 0 or counts.max() > length):
-            raise ValueError(f"Expected {name} in 0..{length}, the width of tokens; got {counts.tolist()}")
-        counts = counts.astype(np.int32)
-    elif not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise TypeError(f"Expected {name} to be integers, got dtype {counts.dtype}")
+    counts = as_integers(name, counts)
+    if is_host(counts) and counts.size and (counts.min() < 0 or counts.max() > length):
+        raise ValueError(f"Expected {name} in 0..{length}, the width of tokens; got {shown(counts.tolist())}")
     if counts.shape != (batch,):
         raise ValueError(f"Expected {name} to have shape ({batch},), one per row of tokens; got {counts.shape}")
     return jnp.asarray(counts).astype(jnp.int32)
@@ -89,7 +109,7 @@ def check_active(active: Any, batch: int) -> Array:
     """
     if active is None:
         return jnp.ones((batch,), jnp.int32)
-    active = np.asarray(active) if is_host(active) else active
+    active = as_array("active", active)
     if active.dtype != bool and active.size:
         raise TypeError(f"Expected active to be bool, got dtype {active.dtype}")
     if active.shape != (batch,):
@@ -104,20 +124,20 @@ def check_hidden(hidden: Any, shape: tuple[int, ...]) -> Array:
         TypeError: not floating point.
         ValueError: another shape.
     """
-    hidden = jnp.asarray(hidden)
+    hidden = as_array("hidden", hidden)
     if not jnp.issubdtype(hidden.dtype, jnp.floating):
         raise TypeError(f"Expected hidden to be floating point, got dtype {hidden.dtype}")
     if hidden.shape != shape:
         raise ValueError(f"Expected hidden to have shape {shape}, got {hidden.shape}")
-    return hidden
+    return jnp.asarray(hidden)
 
 
 def check_cache(model: Model, cache: PagedCache, batch: int) -> None:
-    if not isinstance(cache, PagedCache):
-        raise TypeError(f"Expected cache to be a PagedCache (see jmla.init_cache), got {type(cache).__name__}")
+    """Refuses a cache of another batch or another model, and one that a step has consumed."""
     check_alive(cache)
-    if cache.batch != batch:
-        raise ValueError(f"Expected tokens to have {cache.batch} rows, one per row of the cache; got {batch}")
+    held = np.shape(cache.lengths)[:1]
+    if held and held[0] != batch:
+        raise ValueError(f"Expected tokens to have {held[0]} rows, one per row of the cache; got {batch}")
     spec = model.spec
     wanted = (tuple(cache_layouts(spec).items()), tuple(layer_counts(spec.config, spec.drafting).items()))
     if (cache.layouts, cache.layers) != wanted:
@@ -125,6 +145,16 @@ def check_cache(model: Model, cache: PagedCache, batch: int) -> None:
             f"Expected a cache made by jmla.init_cache for this model: {_describe(*wanted)}; "
             f"got one of {_describe(cache.layouts, cache.layers)}"
         )
+    if cache.pools.keys() != dict(cache.layouts).keys():
+        raise ValueError(
+            f"Expected cache.pools to have {', '.join(dict(cache.layouts))}; got {shown(list(cache.pools))}"
+        )
+    table = (batch, -(-cache.max_seq_len // PAGE_TOKENS))
+    shapes = {"lengths": table[:1], "draft_lengths": table[:1], "table": table}
+    for name, shape in (shapes | ({"window_table": table} if spec.is_v4 else {})).items():
+        got = getattr(cache, name)
+        if getattr(got, "shape", None) != shape or got.dtype != np.int32:
+            raise ValueError(f"Expected cache.{name} to be an int32 array of shape {shape}, got {shown(got)}")
     if cache.chunk < min(spec.prefill_chunk, cache.max_seq_len):
         raise ValueError(
             f"Expected a cache whose window pages take chunks of {spec.prefill_chunk} tokens, the model's "
@@ -134,4 +164,4 @@ def check_cache(model: Model, cache: PagedCache, batch: int) -> None:
 
 def _describe(layouts: tuple[tuple[str, KVLayout], ...], layers: tuple[tuple[str, int], ...]) -> str:
     counts = dict(layers)
-    return ", ".join(f"{counts[name]} x {name} {layout.name}" for name, layout in layouts)
+    return ", ".join(f"{counts.get(name, 0)} x {name} {layout.name}" for name, layout in layouts)

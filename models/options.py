@@ -3,6 +3,10 @@
 import operator
 from typing import Any
 
+import numpy as np
+
+from jmla.models.config.common import shown
+
 DTYPES = ("bfloat16", "float32")
 
 
@@ -13,8 +17,40 @@ def check_dtype(dtype: Any) -> str:
         ValueError: anything but "bfloat16" and "float32".
     """
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"Expected {dtype=} to be 'bfloat16' or 'float32'")
+        raise ValueError(f"Expected dtype={shown(dtype)} to be 'bfloat16' or 'float32'")
     return dtype
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """An option that is on or off.
+
+    Raises:
+        TypeError: anything but a bool; 1, arrays and "yes" are none.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"Expected {name}={shown(value)} to be True or False")
+    return bool(value)
+
+
+def check_integer(name: str, value: Any, high: int, limit: str) -> int:
+    """A positive integer of any type.
+
+    Args:
+        name: of the option.
+        value: any integer but a bool.
+        high: the largest that is allowed.
+        limit: what ``high`` is, for the message.
+
+    Raises:
+        ValueError: no integer, or not in ``1..high``.
+    """
+    try:
+        number = operator.index(value) if not isinstance(value, bool) else 0
+    except TypeError:
+        number = 0
+    if not 1 <= number <= high:
+        raise ValueError(f"Expected {name}={shown(value)} to be an integer in 1..{high}, {limit}")
+    return number
 
 
 def check_max_seq_len(max_seq_len: Any, longest: int) -> int:
@@ -29,12 +65,4 @@ def check_max_seq_len(max_seq_len: Any, longest: int) -> int:
     """
     if max_seq_len is None:
         return longest
-    try:
-        number = operator.index(max_seq_len) if not isinstance(max_seq_len, bool) else 0
-    except TypeError:
-        number = 0
-    if not 1 <= number <= longest:
-        raise ValueError(
-            f"Expected {max_seq_len=} to be an integer in 1..{longest}, the model's max_position_embeddings"
-        )
-    return number
+    return check_integer("max_seq_len", max_seq_len, longest, "the model's max_position_embeddings")

@@ -2,19 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 
 from jmla.kernels import dispatch, layouts
 from jmla.kernels.layouts import KVLayout
 from jmla.models.config import DsaConfig, V4Config
+from jmla.models.config.common import shown
 from jmla.models.config.v4 import PAGE_TOKENS
-from jmla.models.options import check_dtype, check_max_seq_len
+from jmla.models.options import check_dtype, check_flag, check_max_seq_len
 
 LATENT_PAGE = 64  # rows of a kernel page of V3.2 and GLM: four of them are one page
-
-CacheFormat = Literal["auto", "inline656", "footer584", "bfloat16", "float32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +65,19 @@ class Model:
         return self.spec.config
 
 
+def check_model(model: Any) -> Model:
+    """Refuses what is no model, for instance the path of one.
+
+    Raises:
+        TypeError: anything but a ``Model``.
+    """
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"Expected model to be a jmla.Model, as jmla.load makes one of a path; got {type(model).__name__}"
+        )
+    return model
+
+
 def check_implementation(implementation: str | None) -> None:
     """Refuses a name that no implementation of the attention has, before weights are read.
 
@@ -73,8 +85,8 @@ def check_implementation(implementation: str | None) -> None:
         ValueError: the message lists those that exist; each of them is sparse.
     """
     known = dispatch.implementations("sparse_mla")
-    if implementation is not None and implementation not in known:
-        raise ValueError(f"Expected {implementation=} to be None or one of: {', '.join(known)}")
+    if implementation is not None and (not isinstance(implementation, str) or implementation not in known):
+        raise ValueError(f"Expected implementation={shown(implementation)} to be None or one of: {', '.join(known)}")
 
 
 def resolve_format(config: V4Config | DsaConfig, kv_layout: str) -> str:
@@ -85,8 +97,8 @@ def resolve_format(config: V4Config | DsaConfig, kv_layout: str) -> str:
     """
     own = "footer584" if isinstance(config, V4Config) else "inline656"
     supported = ("auto", own, "bfloat16", "float32")
-    if kv_layout not in get_args(CacheFormat) or kv_layout not in supported:
-        raise ValueError(f"Expected {kv_layout=} to be one of {supported} for {config.model_type}")
+    if not isinstance(kv_layout, str) or kv_layout not in supported:
+        raise ValueError(f"Expected kv_layout={shown(kv_layout)} to be one of {supported} for {config.model_type}")
     return own if kv_layout == "auto" else kv_layout
 
 
@@ -144,15 +156,23 @@ def make_model(
         max_seq_len: default: the configuration's ``max_position_embeddings``.
         drafting: whether the draft block is there; default: whether ``params`` holds it.
         text: tokenizer and generation defaults.
+
+    Raises:
+        TypeError: a configuration, parameters or a flag of another type.
+        ValueError: an option that does not exist, or not for this family.
     """
+    if not isinstance(config, V4Config | DsaConfig):
+        raise TypeError(f"Expected config to be a V4Config or DsaConfig, got {type(config).__name__}")
+    if not isinstance(params, Mapping):
+        raise TypeError(f"Expected params to be a dict of arrays, got {type(params).__name__}")
     check_implementation(implementation)
     spec = ModelSpec(
         config=config,
         dtype=check_dtype(dtype),
         kv_layout=resolve_format(config, kv_layout),
         implementation=implementation,
-        deterministic=bool(deterministic),
+        deterministic=deterministic is not None and check_flag("deterministic", deterministic),
         max_seq_len=check_max_seq_len(max_seq_len, config.max_position_embeddings),
-        drafting="draft" in params if drafting is None else drafting,
+        drafting="draft" in params if drafting is None else check_flag("drafting", drafting),
     )
     return Model(dict(params), spec, text)

@@ -10,10 +10,11 @@ import numpy as np
 
 from jmla.kernels.rowwise import rowwise
 from jmla.models import trunk
-from jmla.models.cache import PagedCache, init_cache
+from jmla.models.cache import PagedCache, init_cache, unshared
 from jmla.models.context import StepContext, Store
-from jmla.models.inputs import check_active, check_cache, check_counts, check_hidden, check_ids, is_host
-from jmla.models.spec import Model, ModelSpec
+from jmla.models.inputs import as_array, check_active, check_cache, check_counts, check_hidden, check_ids, is_host
+from jmla.models.options import check_flag
+from jmla.models.spec import Model, ModelSpec, check_model
 
 Array = jax.Array
 
@@ -155,6 +156,13 @@ def _compiled(name: str, donate: bool) -> Any:
     return jax.jit(_advance, static_argnames=("spec", "all_logits", "return_hidden"), donate_argnames=donated)
 
 
+def _launch(name: str, model: Model, cache: PagedCache, donate: Any, inputs: dict[str, Array], **options: bool) -> Any:
+    """Runs a compiled step on a cache, which it may take over, and on inputs, which it only reads."""
+    donate = check_flag("donate", donate)
+    cache = unshared(cache, *inputs.values()) if donate else cache
+    return _compiled(name, donate)(spec=model.spec, params=model.params, cache=cache, **inputs, **options)
+
+
 # ---- public
 
 
@@ -176,7 +184,8 @@ def prefill(
     Args:
         model: the loaded model.
         tokens: ``[B, T]`` integer ids, left-aligned; what lies past a row's length is ignored.
-        lengths: ``[B]`` valid tokens of this call; 0 leaves a row as it is.
+        lengths: ``[B]`` valid tokens of this call; 0 leaves a row as it is. Arrays on the device are not looked at:
+            the step takes their values into ``0..T``.
         cache: the cache to extend. Its buffers are taken over unless ``donate=False``.
         all_logits: return logits of every token rather than of each row's last.
         return_hidden: also return what the draft block takes over, for every token.
@@ -188,22 +197,23 @@ def prefill(
 
     Raises:
         CacheConsumedError: the cache was donated to an earlier step.
-        TypeError, ValueError: shapes or dtypes do not fit; for arrays on the host also ids or lengths out of range.
+        TypeError, ValueError: no model or no cache, flags that are no bools, shapes or dtypes that do not fit; for
+            arrays on the host also ids or lengths out of range. All before anything is compiled.
     """
+    check_model(model)
+    all_logits, return_hidden = check_flag("all_logits", all_logits), check_flag("return_hidden", return_hidden)
     tokens = check_ids(model.spec, tokens, "[B, T]", lengths)
     batch, length = tokens.shape
     check_cache(model, cache, batch)
     counts = check_counts("lengths", lengths, batch, length)
     if is_host(lengths) and np.max(lengths) > cache.max_seq_len:
         raise ValueError(f"Expected lengths of at most {cache.max_seq_len}, the cache's max_seq_len; got {lengths}")
-    if length == 0:
-        raise ValueError(f"Expected tokens [B, T] with T >= 1, got shape {tokens.shape}")
-    outputs, cache = _compiled("advance", donate)(
-        spec=model.spec,
-        params=model.params,
-        cache=cache,
-        tokens=tokens,
-        counts=counts,
+    outputs, cache = _launch(
+        "advance",
+        model,
+        cache,
+        donate,
+        {"tokens": tokens, "counts": counts},
         all_logits=all_logits,
         return_hidden=return_hidden,
     )
@@ -236,19 +246,13 @@ def decode(
     Raises:
         As ``prefill``.
     """
+    check_model(model)
+    return_hidden = check_flag("return_hidden", return_hidden)
     tokens = check_ids(model.spec, tokens, "[B]")
     batch = tokens.shape[0]
     check_cache(model, cache, batch)
-    counts = check_active(active, batch)
-    outputs, cache = _compiled("advance", donate)(
-        spec=model.spec,
-        params=model.params,
-        cache=cache,
-        tokens=tokens[:, None],
-        counts=counts,
-        all_logits=False,
-        return_hidden=return_hidden,
-    )
+    inputs = {"tokens": tokens[:, None], "counts": check_active(active, batch)}
+    outputs, cache = _launch("advance", model, cache, donate, inputs, all_logits=False, return_hidden=return_hidden)
     if return_hidden:
         return outputs["logits"], outputs["hidden"][:, 0], cache
     return outputs["logits"], cache
@@ -268,7 +272,7 @@ def draft(
             this function for a further draft step.
         tokens: ``[B, T]`` or ``[B]``: the token that follows each position.
         cache: the cache; its buffers are taken over unless ``donate=False``.
-        lengths: ``[B]`` valid tokens of this call; default all.
+        lengths: ``[B]`` valid tokens of this call, as for ``prefill``; default all.
         donate: whether the cache may be updated in place.
 
     Returns:
@@ -277,9 +281,10 @@ def draft(
     Raises:
         As ``prefill``; also ValueError if the model has no draft block.
     """
-    if not model.spec.drafting:
+    if not check_model(model).spec.drafting:
         raise ValueError("Expected a model with a draft (MTP) block; this checkpoint was loaded without one")
-    single = np.ndim(tokens) == 1 if is_host(tokens) else tokens.ndim == 1
+    tokens = as_array("tokens", tokens)
+    single = tokens.ndim == 1
     tokens = check_ids(model.spec, tokens, "[B]" if single else "[B, T]", None if single else lengths)
     shape = tokens.shape
     tokens = tokens[:, None] if single else tokens
@@ -289,9 +294,7 @@ def draft(
     width = (config.hc_mult, config.hidden_size) if model.spec.is_v4 else (config.hidden_size,)  # type: ignore[union-attr]
     hidden = check_hidden(hidden, (*shape, *width)).reshape(batch, length, *width)
     counts = check_counts("lengths", np.full(batch, length) if lengths is None else lengths, batch, length)
-    outputs, cache = _compiled("draft", donate)(
-        spec=model.spec, params=model.params, cache=cache, hidden=hidden, tokens=tokens, counts=counts
-    )
+    outputs, cache = _launch("draft", model, cache, donate, {"hidden": hidden, "tokens": tokens, "counts": counts})
     logits, hidden = outputs["logits"], outputs["hidden"]
     return (logits[:, 0], hidden[:, 0], cache) if single else (logits, hidden, cache)
 
@@ -310,7 +313,10 @@ def _forward(spec: ModelSpec, params: dict[str, Any], tokens: Array, return_sele
 def forward(model: Model, tokens: Any, *, return_selected: bool = False) -> Any:
     """Logits of whole sequences, without a cache to keep; differentiable with respect to the weights.
 
-    Keys and values stay in the model's dtype, whatever its cache format.
+    Keys and values stay in the model's dtype, whatever its cache format. For gradients, JAX must be told that V4's
+    parameters hold integers too (its hash routing tables, whose gradient is of dtype float0):
+    ``jax.grad(lambda params: loss(jmla.forward(dataclasses.replace(model, params=params), tokens)),
+    allow_int=True)(model.params)``.
 
     Args:
         model: the model.
@@ -320,9 +326,15 @@ def forward(model: Model, tokens: Any, *, return_selected: bool = False) -> Any:
     Returns:
         Float32 logits ``[B, T, V]``, or ``(logits, selected)`` with ``selected`` a dict from layer number to the chosen
         positions (V3.2, GLM) or compressed entries (V4) ``[B, T, k]`` int32, -1 filled.
+
+    Raises:
+        TypeError, ValueError: no model, a flag that is no bool, tokens of another shape or dtype, or on the host out
+            of range.
     """
+    check_model(model)
+    return_selected = check_flag("return_selected", return_selected)
     tokens = check_ids(model.spec, tokens, "[B, T]")
-    if not 1 <= tokens.shape[1] <= model.spec.max_seq_len:
+    if tokens.shape[1] > model.spec.max_seq_len:
         raise ValueError(f"Expected 1..{model.spec.max_seq_len} tokens a row, got {tokens.shape[1]}")
     logits, selected = _forward(model.spec, model.params, tokens, return_selected)
     return (logits, selected) if return_selected else logits

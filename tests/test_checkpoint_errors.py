@@ -251,7 +251,9 @@ def test_contradicting_headers(patch, message, tmp_path):
         read_header(file)
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b'{"a":1,"a":1}', b"\xff\xff"])
+@pytest.mark.parametrize(
+    "text", [b"{", b"[]", b'{"a":1,"a":1}', b"\xff\xff", b"[" * 100_000], ids=lambda x: str(x)[:30]
+)
 def test_headers_that_are_none(text, tmp_path):
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text)
@@ -272,18 +274,31 @@ def test_shards(stored, tensors, tmp_path):
 
     index["weight_map"]["layers.0.nowhere"] = files[1].name
     (tmp_path / INDEX).write_text(json.dumps(index))
-    assert problems(tmp_path) == (f"layers.0.nowhere: the index says that it is in {files[1].name}, but it is not",)
+    lacks = f"file {files[1].name}: lacks 1 tensor (layers.0.nowhere) that the index says it holds"
+    assert problems(tmp_path) == (lacks,)
 
     del index["weight_map"]["layers.0.nowhere"]
     (tmp_path / INDEX).write_text(json.dumps(index))
-    held = sum(file == files[0].name for file in index["weight_map"].values())
+    held = sorted(name for name, file in index["weight_map"].items() if file == files[0].name)
+    lost = f"the index says that it holds {len(held)} tensors ({', '.join(held[:3])}, ...)"
     kept = files[0].read_bytes()
+    files[0].unlink()  # nothing is said of the weights and scales that it leaves alone
+    assert problems(tmp_path) == (f"file {files[0].name}: missing; {lost}",)
+    files[0].symlink_to(tmp_path / "nowhere")
+    assert problems(tmp_path) == (f"file {files[0].name}: missing; {lost}",)
     files[0].unlink()
-    found = problems(tmp_path)
-    assert f"file {files[0].name}: missing; the index says that it holds {held} tensors" in found
-    assert not any("missing, expected" in p for p in found)
+    files[0].mkdir()
+    (found,) = problems(tmp_path)
+    assert found.startswith(f"file {files[0].name}: cannot be read")
+    assert found.endswith(lost)
+    files[0].rmdir()
     files[0].write_bytes(kept[:-5])
-    assert any(p.startswith(f"file {files[0].name}: ") and "truncated" in p for p in problems(tmp_path))
+    (found,) = problems(tmp_path)
+    assert found.startswith(f"file {files[0].name}: ")
+    assert found.endswith(f"truncated, or damaged; {lost}")
+    files[0].write_bytes(files[1].read_bytes())
+    (found,) = problems(tmp_path)
+    assert found.startswith(f"file {files[0].name}: lacks {len(held)} tensors ({', '.join(held[:3])}, ...)")
     files[0].write_bytes(kept)
     again, _ = load_params(tmp_path, fx.V4)
     assert_array_equal(again["ends"]["embed"], params["ends"]["embed"])
@@ -293,16 +308,44 @@ def test_shards(stored, tensors, tmp_path):
     assert "3 *.safetensors files but no model.safetensors.index.json" in found
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
-def test_broken_index(text, tmp_path):
-    (tmp_path / INDEX).write_text(text)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "cannot be read as JSON"),
+        (b"{", "cannot be read as JSON"),
+        (b"[" * 100_000, "too many levels"),
+        (b"\xff", "cannot be read as JSON"),
+        (b'{"weight_map": {"a": "x", "a": "y"}}', "the name 'a' twice"),
+        *(
+            (text, "no JSON object with a weight_map")
+            for text in (b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {}}', b'{"weight_map": {"a": [1]}}')
+        ),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_broken_index(text, message, tmp_path):
+    (tmp_path / INDEX).write_bytes(text)
     (found,) = problems(tmp_path)
     assert found.startswith(f"file {INDEX}: ")
+    assert message in found
 
 
-def test_index_may_not_leave_the_directory(tmp_path):
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": "../model.safetensors"}}))
-    assert any("not the name of a file beside" in p for p in problems(tmp_path))
+@pytest.mark.parametrize("file", ["../x", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "\ud800", "x" * 300])
+def test_index_may_not_leave_the_directory(file, tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": file}}))
+    (found,) = problems(tmp_path)
+    assert found.startswith(f"file {file!r}: not the name of a file beside {INDEX}; ")
+    assert found.endswith("it holds 1 tensor (embed.weight)")
+
+
+def test_names_that_are_no_text(tmp_path):
+    """An error stays readable, a line a problem, whatever a file calls its tensors."""
+    names = ["\ud800\n", "x" * 9999, f"layers.{'9' * 5000}.attn.wq_a.weight"]
+    fx.write_raw(tmp_path / "model.safetensors", {name: ("F32", [0], b"") for name in names})
+    with pytest.raises(CheckpointError, match=r"\\ud800 : F32 \[0\] has no place") as caught:
+        load_params(tmp_path, fx.V4)
+    assert len(str(caught.value).encode()) < 20_000
+    assert len(str(caught.value).splitlines()) == 22
 
 
 def test_no_files(tmp_path):

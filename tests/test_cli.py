@@ -72,6 +72,13 @@ def test_generate_prints_prompt_and_completion(run, checkpoint, monkeypatch):
         (["generate", "CHECKPOINT", "the", "--kv-layout", "footer584"], "kv_layout='footer584'"),
         (["generate", "CHECKPOINT", "the", "--max-seq-len", "0"], "max_seq_len=0"),
         (["generate", "/nowhere/at/all", "the"], "No checkpoint directory '/nowhere/at/all'"),
+        (["generate", "CHECKPOINT", ""], "prompt 0 to hold at least one token"),
+        (["generate", "CHECKPOINT", "a\udcff"], "prompt 0 to be valid Unicode"),
+        (["generate", "CHECKPOINT", "the", "-n", "9999"], "max_new_tokens=9999 to fit max_seq_len"),
+        (["generate", "CHECKPOINT", "the", "--temperature", "1e39"], "temperature=1e+39"),
+        (["generate", "CHECKPOINT", "the", "--top-k", "9" * 400], "top_k=999"),
+        (["info", "~no such user/model"], "No checkpoint directory '~no such user/model'"),
+        (["info", ""], "source=''"),
         (["info", "/nowhere/at/all"], "No checkpoint directory '/nowhere/at/all'"),
         (["info", "CHECKPOINT", "--kv-layout", "fp4"], "kv_layout='fp4'"),
     ],
@@ -86,10 +93,26 @@ def test_errors_are_one_line(run, checkpoint, args, message):
     assert err.count("\n") == 1
 
 
-def test_too_many_words(run):
-    code, _, err = run("generate", "a", "b", "c")
-    assert code == 2
-    assert "PROMPT" in err
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "a", "b", "c"], "expected [PATH] PROMPT, got 3 arguments; quote the prompt"),
+        (["generate", "the", "--top-k", "few"], "Invalid value for '--top-k'"),
+        (["generate", "the", "--top-q", "1"], "No such option"),
+        (["inform"], "No such command 'inform'"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_ends_with_one_line(run, args, message):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert message in last
+
+
+def test_version(run):
+    assert run("--version") == (0, f"jmla {jmla.__version__}\n", "")
 
 
 def test_info(run, checkpoint):
@@ -102,9 +125,13 @@ def test_info(run, checkpoint):
 
 
 def test_module_runs(checkpoint):
-    command = [sys.executable, "-m", "jmla", "info", str(checkpoint)]
+    """Piped, nothing is wrapped or cut, nor taken as markup."""
+    path = checkpoint.parent / ("[bold]" + "long" * 40)
+    path.symlink_to(checkpoint)
+    command = [sys.executable, "-m", "jmla", "info", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "deepseek_v32" in done.stdout
+    assert f"  {path}\n" in done.stdout
 
 
 @pytest.mark.parametrize("config", [V4, V32, GLM], ids=lambda config: config.model_type)

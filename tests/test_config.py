@@ -393,10 +393,30 @@ def test_reads_files(tmp_path):
     assert read_config(tmp_path) == read_config(tmp_path / "config.json") == from_dict(V32)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         read_config(tmp_path / "nowhere")
-    for text in ("{", "[]", ""):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"config\.json"):
-            read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(V32 | {"hidden_size": 0}))
+    with pytest.raises(ConfigError, match=r"config\.json: Expected hidden_size=0"):
+        read_config(tmp_path)
+
+
+NO_OBJECTS = [
+    (b"{", "to be JSON"),
+    (b"", "to be JSON"),
+    (b"\xff{}", "to be JSON: 'utf-8'"),
+    (b"[" * 100_000, "too many levels"),
+    (b'{"a":' * 100_000, "too many levels"),
+    (b'{"top_k": 1, "top_k": 2}', "the name 'top_k' twice"),
+    (b'{"top_k": ' + b"9" * 5000 + b"}", "to be JSON"),
+    (b"[]", "a JSON object, got list"),
+    (b"null", "a JSON object, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), NO_OBJECTS, ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+def test_files_without_an_object(name, data, message, tmp_path):
+    (tmp_path / f"{name}.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"/{name}\.json .*{message}"):
+        {"config": read_config, "generation_config": read_generation_config}[name](tmp_path)
 
 
 def test_needs_no_jax():
@@ -420,7 +440,20 @@ def small(values, **changes):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v41", "glm5_next", "glm5_next_text", "deepseek_v3", "llama", "", None, 3]
+    "model_type",
+    [
+        "deepseek_v41",
+        "glm5_next",
+        "glm5_next_text",
+        "deepseek_v3",
+        "llama",
+        "",
+        None,
+        3,
+        ["deepseek_v4"],
+        {"a": 1},
+        True,
+    ],
 )
 def test_unsupported_models(model_type):
     with pytest.raises(ConfigError, match=r"model_type=.*deepseek_v4, deepseek_v32, glm_moe_dsa") as caught:
@@ -429,7 +462,7 @@ def test_unsupported_models(model_type):
     assert repr(model_type) in str(caught.value)
 
 
-@pytest.mark.parametrize("values", [[], "deepseek_v4", None])
+@pytest.mark.parametrize("values", [[], "deepseek_v4", None, {1: 2}])
 def test_not_an_object(values):
     with pytest.raises(ConfigError, match="to be an object"):
         from_dict(values)
@@ -508,6 +541,22 @@ COMMON = [
     ({"eos_token_id": [1, -2]}, r"eos_token_id=\[1, -2\]"),
     ({"norm_topk_prob": 1}, "norm_topk_prob=1 .*true or false"),
     ({"mlp_layer_types": ["moe"]}, "mlp_layer_types to have .* entries"),
+    ({"hidden_size": 10**400}, r"hidden_size=1000.* an integer in 1\.\."),
+    ({"hidden_size": 10**5000}, "hidden_size=<int, too long to show> .* an integer"),
+    ({"hidden_size": [1] * 1000}, r"hidden_size=\[1, 1.*\.\.\. to be an integer"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* float32 number above 0"),
+    ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300 .* float32 number"),
+    ({"rms_norm_eps": 1e300}, r"rms_norm_eps=1e\+300 .* at most 3\.40282e\+38"),
+    ({"num_hidden_layers": 10**6}, r"num_hidden_layers=1000000 .* 1\.\.1024"),
+    ({"n_routed_experts": 2**31 - 1}, r"n_routed_experts=2147483647 .* 1\.\.4096"),
+    ({"index_head_dim": 2**31 - 1}, r"index_head_dim=2147483647 .* 1\.\.65536"),
+    ({"eos_token_id": 10**6}, r"eos_token_id=1000000 .* 0\.\.\d+"),
+    ({"eos_token_id": [1, 10**400]}, r"eos_token_id=\[1, 1000.* 0\.\.\d+"),
+    ({"eos_token_id": [True]}, r"eos_token_id=\[True\]"),
+    ({"eos_token_id": {"a": 1}}, "eos_token_id={'a': 1}"),
+    ({"bos_token_id": 10**6}, r"bos_token_id=1000000 .* -1\.\.\d+"),
+    ({"n_group": 1.0}, r"n_group=1\.0"),
+    ({"hidden_act": {"a": 1}}, "hidden_act={'a': 1}"),
 ]
 
 
@@ -529,6 +578,11 @@ YARN4 = V4_FLASH["rope_scaling"]
         ({"compress_ratios": [*V4_FLASH["compress_ratios"], 0, 128]}, r"compress_ratios\[45\]=128 .*draft block"),
         ({"compress_ratios": [0.5, *V4_FLASH["compress_ratios"][1:]]}, r"compress_ratios\[0\]=0\.5"),
         ({"compress_ratios": None}, "compress_ratios.*absent"),
+        ({"compress_ratios": [1, [4], *[4] * 42]}, r"compress_ratios\[0\]=1 "),
+        ({"compress_ratios": [[4], *V4_FLASH["compress_ratios"][1:]]}, r"compress_ratios\[0\]=\[4\]"),
+        ({"rope_scaling": YARN4 | {"factor": 10**400}}, r"rope_scaling\.factor=1000"),
+        ({"rope_theta": 1}, "rope_theta=1 .*above 1"),
+        ({"head_dim": 2**31 - 2}, r"head_dim=2147483646 .* 1\.\.65536"),
         ({"layer_types": ["sliding_attention"] * 43}, "layer_types and compress_ratios"),
         ({"layer_types": ["full_attention"] * 43, "compress_ratios": None}, r"layer_types\[0\]='full_attention'"),
         ({"layer_types": ["sliding_attention"] * 42, "compress_ratios": None}, "layer_types to have 43 entries"),
@@ -565,6 +619,8 @@ def test_refused_in_v4(changes, message):
         ({"indexer_types": ["full"] * 77}, "indexer_types to have 78 entries.*got 77"),
         ({"indexer_types": ["half", *["full"] * 77]}, r"indexer_types\[0\]='half'"),
         ({"index_topk_pattern": "F" * 77}, "index_topk_pattern to have 78 entries"),
+        ({"index_topk_pattern": [["F"], *"F" * 77]}, r"index_topk_pattern\[0\]=\['F'\]"),
+        ({"moe_layer_freq": 1.0}, r"moe_layer_freq=1\.0"),
         ({"index_topk_pattern": "X" + "F" * 77}, r"index_topk_pattern\[0\]='X'"),
         ({"index_topk_pattern": "S" + "F" * 77}, r"indexer_types\[0\]='shared'"),
         ({"index_topk_freq": 4, "index_skip_topk_offset": 0}, "index_skip_topk_offset=0"),
@@ -622,10 +678,23 @@ def test_generation_config(tmp_path):
         {"top_k": -1},
         {"eos_token_id": "x"},
         {"do_sample": 1},
+        {"temperature": 10**400},
+        {"temperature": float("inf")},
+        {"temperature": [1]},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 10**400},
+        {"top_k": 1.5},
+        {"max_new_tokens": 10**400},
+        {"eos_token_id": [3, 40]},
+        {"bos_token_id": 40},
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            read_generation_config(tmp_path)
+        with pytest.raises(ConfigError, match=rf"/generation_config\.json: Expected {next(iter(wrong))}="):
+            read_generation_config(tmp_path, vocab_size=40)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"generation_config\.json"):
+        read_generation_config(tmp_path)
 
 
 # ---- options of loading that the configuration decides

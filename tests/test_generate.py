@@ -256,6 +256,14 @@ def test_generate_tokens_of_lists(model):
         np.testing.assert_array_equal(x, y)
 
 
+def test_generate_tokens_takes_lengths_on_the_device_into_range(model):
+    tokens = jnp.array([[3, 4, 5], [6, 7, 8]])
+    out, ends, _ = jmla.generate_tokens(model, tokens, jnp.array([9, -1]), jax.random.key(0), max_new_tokens=2, eos=())
+    whole, _, _ = jmla.generate_tokens(model, tokens, jnp.array([3, 3]), jax.random.key(0), max_new_tokens=2, eos=())
+    assert ends.tolist() == [5, 0]
+    assert out[0].tolist() == whole[0].tolist()
+
+
 def test_generate_tokens_inside_jit():
     model = model_of()
     tokens, lengths = ragged([PROMPTS[0], PROMPTS[2]])

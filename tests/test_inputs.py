@@ -1,4 +1,6 @@
-"""What steps take from the host: ids before each row's length count, whatever stands past it."""
+"""What steps take: ids before each row's length count, whatever stands past it; lengths and arrays of any origin."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,38 @@ def test_padding_changes_no_result():
         assert cache.lengths.tolist() == [3, 1]
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[0], results[2])
+
+
+def test_lengths_on_the_device_are_taken_into_range():
+    """They cannot be refused without a look at them; a step counts none below 0 and none past the width."""
+    model = tiny_model("v32")
+    cache = jmla.init_cache(model, 2, 16)
+    logits, cache = jmla.prefill(model, PADDED, jnp.array([9, -1]), cache)
+    assert cache.lengths.tolist() == [3, 0]
+    assert not np.asarray(logits)[1].any()
+
+
+def test_an_array_in_two_places_can_be_donated():
+    model = tiny_model("v32")
+    expected, _ = jmla.decode(model, [5, 3], jmla.init_cache(model, 2, 16), donate=False)
+    cache = jmla.init_cache(model, 2, 16)
+    got, cache = jmla.decode(model, [5, 3], cache.replace(draft_lengths=cache.lengths))
+    np.testing.assert_array_equal(got, expected)
+    assert cache.lengths.tolist() == [1, 1]
+    _, cache = jmla.prefill(model, [[5], [3]], cache.lengths, cache)  # read by the step that takes it over
+    assert cache.lengths.tolist() == [2, 2]
+
+
+def test_gradients_pass_integer_parameters_by():
+    """As the docstring of ``forward`` has it."""
+    model = tiny_model("v4")
+
+    def loss(params):
+        return jmla.forward(dataclasses.replace(model, params=params), [[5, 9]]).sum()
+
+    shapes = jax.eval_shape(jax.grad(loss, allow_int=True), model.params)
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(shapes)}
+    assert kinds == {np.dtype("float32"), jax.dtypes.float0}
 
 
 def test_lengths_on_the_device_leave_ids_to_it():

@@ -8,6 +8,7 @@ import pytest
 
 import jmla
 from jmla import loading
+from jmla.models.checkpoint import CheckpointError
 from tests import fixtures_checkpoint as fx
 
 
@@ -37,6 +38,17 @@ def test_loading_on_the_cpu_copies_nothing(dtype, monkeypatch, tmp_path):
         np.testing.assert_array_equal(x, copy)
     del leaves, x
     assert all(reference() is None for reference in held)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_link_to_nothing_is_a_missing_file(shards, tmp_path):
+    stored, _ = fx.build(fx.V4, fx.draw(fx.V4), dialect="original", number_format="published")
+    fx.write_stored(tmp_path, fx.V4, stored, shards)
+    file = sorted(tmp_path.glob("*.safetensors"))[0]
+    file.unlink()
+    file.symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=rf"file {file.name}: (missing|cannot be read)"):
+        jmla.load(tmp_path)
 
 
 def test_host_arrays_are_let_go_one_by_one():

@@ -97,6 +97,17 @@ def test_tiny_temperature_does_not_overflow():
     assert set(draw(LOGITS * 100, SamplingParams(temperature=1e-30), 50)) == {int(LOGITS.argmax())}
 
 
+def test_huge_penalties_do_not_overflow():
+    """They move logits to the ends of float32; differences of infinities would be NaN."""
+    largest = float(np.finfo(np.float32).max)
+    logits = np.where(np.arange(VOCAB) == 17, 0.0, np.where(np.arange(VOCAB) == 9, 2.0, -np.inf))
+    for options in ({"frequency_penalty": -largest}, {"repetition_penalty": 1.2e-38}):
+        params = SamplingParams(temperature=1.0, **options)
+        assert set(draw(logits, params, 50, counts={9: 3})) == {9}
+    params = SamplingParams(temperature=1.0, repetition_penalty=largest)
+    assert set(draw(logits - 5, params, 50, counts={9: 3, 17: 1})) == {9, 17}
+
+
 def test_minus_infinity_is_never_drawn():
     logits = np.where(np.arange(VOCAB) == 17, 0.0, -np.inf)
     assert set(draw(logits, SamplingParams(temperature=5.0), 50)) == {17}

@@ -73,7 +73,7 @@ _V4_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)")
 _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-_LAYER = re.compile(r"(?:model\.)?(layers|mtp)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:model\.)?(layers|mtp)\.(\d{1,9})\.(.+)")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,8 +8,8 @@ which NumPy has no names, and it hands out copies where a loader needs rows of t
 Views here go through ml_dtypes.
 """
 
-import json
 import mmap
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,8 +20,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jmla.models.checkpoint.errors import listed
+from jmla.models.config.files import parse_json
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+NAME_LIMIT = 255  # bytes, of file systems
 HEADER_LIMIT = 1 << 30  # bytes; the largest published header has some ten million
 
 DTYPES: dict[str, Any] = {
@@ -72,13 +76,6 @@ class Stored:
         return self.stop - self.start
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise HeaderError("a name twice in the header")
-    return out
-
-
 def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file.
 
@@ -96,11 +93,9 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise HeaderError(f"a header of {length} bytes in a file of {size}: truncated, or not safetensors")
         text = stream.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except HeaderError:
-        raise
+        header = parse_json(text)
     except ValueError as error:
-        raise HeaderError(f"a header that is not JSON ({error})") from error
+        raise HeaderError(f"a header that cannot be read as JSON ({error})") from error
     if not isinstance(header, dict):
         raise HeaderError("a header that is not an object")
     header.pop("__metadata__", None)
@@ -129,6 +124,15 @@ def _entry(file: Path, name: str, entry: Any, base: int) -> Stored:
     if code in BITS and 8 * (stop - start) != BITS[code] * prod(shape):
         raise HeaderError(f"{stop - start} bytes for {name}, {code} {list(shape)}")
     return Stored(name, code, shape, file, base + start, base + stop)
+
+
+def _is_name(file: str) -> bool:
+    """Whether a string can name a file in a directory, and leads nowhere else."""
+    try:
+        encoded = os.fsencode(file)
+    except UnicodeEncodeError:
+        return False
+    return Path(file).name == file and file not in ("", "..") and b"\0" not in encoded and len(encoded) <= NAME_LIMIT
 
 
 class Checkpoint:
@@ -171,34 +175,43 @@ class Checkpoint:
             self.problems.append(f"file {file.name}: cannot be read ({error.strerror or error})")
         return None
 
-    def _read_shards(self) -> None:
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor to file names of the index; empty, with a problem noted, if it has none."""
         try:
-            weight_map = json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            if not all(isinstance(name, str) for name in weight_map.values()):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError):
+            index = parse_json((self.path / INDEX).read_bytes())
+        except ValueError as error:
+            self.problems.append(f"file {INDEX}: cannot be read as JSON ({error})")
+        except OSError as error:
+            self.problems.append(f"file {INDEX}: cannot be read ({error.strerror or error})")
+        else:
+            found = index.get("weight_map") if isinstance(index, dict) else None
+            if isinstance(found, dict) and found and all(isinstance(file, str) for file in found.values()):
+                return found
             self.problems.append(f"file {INDEX}: no JSON object with a weight_map from tensor to file names")
-            return
+        return {}
+
+    def _read_shards(self) -> None:
+        weight_map = self._weight_map()
         by_file: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             by_file.setdefault(file, []).append(name)
         for file, names in sorted(by_file.items()):
             header = None
-            if Path(file).name != file or file in (".", ".."):
+            if not _is_name(file):
                 self.problems.append(f"file {file!r}: not the name of a file beside {INDEX}")
-            elif not (self.path / file).is_file():
-                self.problems.append(f"file {file}: missing; the index says that it holds {len(names)} tensors")
+            elif not (self.path / file).exists():
+                self.problems.append(f"file {file}: missing")
             else:
                 header = self._header(self.path / file)
-            for name in names:
-                if header is None:
-                    self.lost.add(name)
-                elif name in header:
-                    self.tensors[name] = header[name]
-                else:
-                    self.lost.add(name)
-                    self.problems.append(f"{name}: the index says that it is in {file}, but it is not")
-            for name, stored in (header or {}).items():
+            held = header or {}
+            absent = [name for name in names if name not in held]
+            if header is None:
+                self.problems[-1] += f"; the index says that it holds {listed(absent)}"
+            elif absent:
+                self.problems.append(f"file {file}: lacks {listed(absent)} that the index says it holds")
+            self.lost.update(absent)
+            self.tensors |= {name: held[name] for name in names if name in held}
+            for name, stored in held.items():
                 other = stored if name in weight_map else self.tensors.setdefault(name, stored)
                 if other is not stored:
                     self.problems.append(f"{name}: in {file} and in {other.file.name}, but not in the index")

@@ -1,7 +1,6 @@
 """What each canonical tensor is made of: a checkpoint's tensors, sorted by name and checked without reading weights."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 from jmla.models.checkpoint.dequant import FP4_GROUP, NVFP4_GROUP, Source, fit_block, read_scales
 from jmla.models.checkpoint.dialects import DSPARK, SCALE_NAMES, Names
 from jmla.models.checkpoint.reader import DTYPES, Checkpoint, Stored
+from jmla.models.config.files import read_object
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 INTEGERS = ("I64", "I32", "I16", "U32", "U16", "U64")
@@ -60,6 +60,7 @@ class Resolved:
 def resolve(checkpoint: Checkpoint, names: Names) -> Resolved:
     """Sorts a checkpoint's tensors by what they are, and collects every problem that needs no weights to be read."""
     out = Resolved(problems=list(checkpoint.problems))
+    lost = _lost(checkpoint, names)
     groups = _group(checkpoint, names, out)
     made: dict[str, str] = {}  # canonical name -> the tensor it comes from
     hint = _declared_block(checkpoint.path)
@@ -73,13 +74,15 @@ def resolve(checkpoint: Checkpoint, names: Names) -> Resolved:
             if output.name in made:
                 out.problems.append(f"{output.name}: both from {made[output.name]} and from {_shown(parts)}")
             made[output.name] = _shown(parts)
+        if name in lost:  # what is left of it says nothing
+            continue
         shape = names.places[name].shape if fused is None else fused.shape
         integer = fused is None and names.places[name].integer
         try:
             out.jobs.append(Job(_source(parts, shape, integer, hint), tuple(covered)))
         except Problem as problem:
             out.problems.append(str(problem))
-    _check_complete(checkpoint, names, made, out)
+    _check_complete(checkpoint, names, {*made, *lost}, out)
     for job in out.jobs:
         out.problems += _check_values(checkpoint, job, names)
     _note_precision(out)
@@ -122,10 +125,7 @@ def _shown(parts: Mapping[str, Stored]) -> str:
 def _declared_block(path: Path) -> tuple[int, int] | None:
     """The FP8 block that config.json declares; only a hint, since tensors decide for themselves."""
     try:
-        block = json.loads((path / "config.json").read_text(encoding="utf-8"))["quantization_config"][
-            "weight_block_size"
-        ]
-        rows, columns = block
+        rows, columns = read_object(path / "config.json")["quantization_config"]["weight_block_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     positive = all(type(n) is int and n > 0 for n in (rows, columns))
@@ -214,14 +214,18 @@ def _fp4(weight: Stored, shape: tuple[int, ...], scale: Stored, factor: Stored |
     return Source(weight, shape, form, scale, (1, group), factor, divides)
 
 
-def _check_complete(checkpoint: Checkpoint, names: Names, made: Mapping[str, str], out: Resolved) -> None:
-    """Notes missing tensors, and decides whether the draft block is there."""
+def _lost(checkpoint: Checkpoint, names: Names) -> set[str]:
+    """Canonical names that lost tensors are, or are a part of: one problem, noted with their file, is enough."""
     lost = {found[0] for found in map(names.locate, checkpoint.lost) if found}
-    lost |= {s.name for name in lost if name in names.fused for s in names.fused[name].slices}
+    return lost | {s.name for name in lost if name in names.fused for s in names.fused[name].slices}
+
+
+def _check_complete(checkpoint: Checkpoint, names: Names, known: Collection[str], out: Resolved) -> None:
+    """Notes tensors that are not ``known``, and decides whether the draft block is there."""
     optional = [name for name, place in names.places.items() if place.optional]
-    out.drafting = any(name in made or name in lost for name in optional)
+    out.drafting = any(name in known for name in optional)
     for name, place in names.places.items():
-        if name not in made and name not in lost and (out.drafting or not place.optional) and checkpoint.tensors:
+        if name not in known and (out.drafting or not place.optional) and checkpoint.tensors:
             out.problems.append(f"{name}: missing, expected {list(place.shape)}")
     if not checkpoint.tensors and not out.problems:
         out.problems.append("no tensors in its safetensors files")

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jmla.models.config.common import ConfigError, Yarn
+from jmla.models.config.common import ConfigError, Yarn, unsupported
 from jmla.models.config.dsa import DsaConfig, dsa_to_dict, read_dsa
-from jmla.models.config.generation import GenerationDefaults, read_generation_config, read_object
+from jmla.models.config.files import naming, read_object
+from jmla.models.config.generation import GenerationDefaults, read_generation_config
 from jmla.models.config.v4 import V4Config, read_v4, v4_to_dict
 
 __all__ = [
@@ -40,8 +41,8 @@ def from_dict(values: Mapping[str, Any]) -> V4Config | DsaConfig:
         ConfigError: an unsupported model, or a missing, contradictory or unsupported field. The message names the
             field, its value and what is supported.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"Expected a configuration to be an object, got {type(values).__name__}")
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"Expected a configuration to be an object with named fields, got {type(values).__name__}")
     model_type = values.get("model_type")
     if model_type is None and "dim" in values and "compress_ratios" in values:
         model_type = "deepseek_v4"
@@ -49,8 +50,8 @@ def from_dict(values: Mapping[str, Any]) -> V4Config | DsaConfig:
         return read_v4(values)
     if model_type in ("deepseek_v32", "glm_moe_dsa"):
         return read_dsa(values)
-    reason = f": {_RELATIVES[model_type]}" if model_type in _RELATIVES else ""
-    raise ConfigError(f"Expected {model_type=} to be one of {', '.join(SUPPORTED)}{reason}")
+    reason = f": {_RELATIVES[model_type]}" if isinstance(model_type, str) and model_type in _RELATIVES else ""
+    raise unsupported("model_type", model_type, f"one of {', '.join(SUPPORTED)}{reason}")
 
 
 def read_config(path: str | os.PathLike[str]) -> V4Config | DsaConfig:
@@ -58,13 +59,15 @@ def read_config(path: str | os.PathLike[str]) -> V4Config | DsaConfig:
 
     Raises:
         FileNotFoundError: there is none.
-        ConfigError: as ``from_dict``; also a file that is not a JSON object.
+        ConfigError: as ``from_dict``; also a file that is not a JSON object. The message names the file.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise FileNotFoundError(f"Expected {file} to be a config.json")
-    return from_dict(read_object(file))
+    values = read_object(file)
+    with naming(file):
+        return from_dict(values)
 
 
 def to_dict(config: V4Config | DsaConfig) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """What the families' configurations share: the error, checked access to the fields of a config.json, and rope."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 INT32_MAX = 2**31 - 1
+FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
+LAYERS_MAX, EXPERTS_MAX = 1024, 4096  # names and shapes are listed one by one
+WIDTH_MAX = 1 << 16  # values of a cached row, whose pages are counted in int32
+SHOWN = 200  # characters of a value in a message
 
 
 class ConfigError(ValueError):
@@ -33,9 +36,23 @@ class Yarn:
     mscale_all_dim: float | None
 
 
+def shown(value: Any) -> str:
+    """``repr`` for messages, on one line and cut where it is long."""
+    try:
+        text = " ".join(repr(value).splitlines())
+    except (ValueError, RecursionError):  # more digits than Python writes out, or more levels
+        text = f"<{type(value).__name__}, too long to show>"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
 def unsupported(field: str, value: Any, supported: str) -> ConfigError:
     """The error of a field whose value is known to be wrong."""
-    return ConfigError(f"Expected {field}={value!r} to be {supported}")
+    return ConfigError(f"Expected {field}={shown(value)} to be {supported}")
+
+
+def one_of(value: Any, supported: Collection[Any]) -> bool:
+    """Whether a value is one of ``supported``, its type included: ``True`` and ``1.0`` are not 1."""
+    return any(type(value) is type(s) and value == s for s in supported)
 
 
 class Fields:
@@ -64,7 +81,7 @@ class Fields:
         ]
         for key, value in found[1:]:
             if value != found[0][1]:
-                raise unsupported(self.where + key, value, f"equal to {self.where}{found[0][0]}={found[0][1]!r}")
+                raise unsupported(self.where + key, value, f"equal to {self.where}{found[0][0]}={shown(found[0][1])}")
         key, value = found[0] if found else (name, None)
         return self.where + key, value
 
@@ -91,13 +108,16 @@ class Fields:
             raise unsupported(self.find(name)[0], value, described)
         return value
 
-    def number(self, name: str, default: Any = ..., *, low: float = 0.0) -> float:
-        """A finite number above ``low``."""
-        described = f"a finite number above {low:g}"
+    def number(
+        self, name: str, default: Any = ..., *, low: float = 0.0, high: float = FLOAT32_MAX, closed: bool = False
+    ) -> float:
+        """A number above ``low``, or at least that if ``closed``, and at most ``high``; in float32 what it is here."""
+        described = f"a float32 number {'of at least' if closed else 'above'} {low:g} and at most {high:g}"
         value = self.get(name, (int, float), described, default)
         if value is default:
             return value
-        if not math.isfinite(value) or value <= low:
+        vanishes = 0 < abs(value) < FLOAT32_TINY
+        if not low <= value <= high or (value == low and not closed) or vanishes:  # NaN is in no range
             raise unsupported(self.find(name)[0], value, described)
         return float(value)
 
@@ -110,7 +130,7 @@ class Fields:
             f"one of {', '.join(repr(s) for s in supported)}" if len(supported) > 1 else f"{next(iter(supported))!r}"
         )
         value = self.get(name, (str, int, float, bool), described, default)
-        if value is not default and value not in supported:
+        if value is not default and not one_of(value, supported):
             raise unsupported(self.find(name)[0], value, described)
         return value
 
@@ -118,7 +138,7 @@ class Fields:
         """Refuses a field that is there, with a value other than zero, false or empty."""
         key, value = self.find(name)
         if value:
-            raise ConfigError(f"Expected no {key}={value!r}: {reason}")
+            raise ConfigError(f"Expected no {key}={shown(value)}: {reason}")
 
     def items(self, name: str, supported: Collection[Any], length: int) -> tuple[Any, ...]:
         """A list of ``length`` entries, each one of ``supported``."""
@@ -127,7 +147,7 @@ class Fields:
         if len(value) != length:
             raise ConfigError(f"Expected {key} to have {length} entries, one a layer, got {len(value)}")
         for i, entry in enumerate(value):
-            if not any(entry is s or (type(entry) is type(s) and entry == s) for s in supported):
+            if not one_of(entry, supported):
                 raise unsupported(f"{key}[{i}]", entry, f"one of {', '.join(repr(s) for s in supported)}")
         return tuple(value)
 
@@ -136,17 +156,17 @@ class Fields:
         value = self.get(name, Mapping, "an object", None)
         return None if value is None else Fields(value, where=f"{self.find(name)[0]}.")
 
-    def token(self, name: str) -> int | None:
-        """A token id; -1 is none."""
-        value = self.integer(name, None, low=-1)
+    def token(self, name: str, vocab_size: int = INT32_MAX) -> int | None:
+        """A token id below ``vocab_size``; -1 is none."""
+        value = self.integer(name, None, low=-1, high=vocab_size - 1)
         return None if value == -1 else value
 
-    def tokens(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them."""
+    def tokens(self, name: str, vocab_size: int = INT32_MAX) -> tuple[int, ...]:
+        """One token id below ``vocab_size`` or a list of them."""
         key, value = self.find(name)
         ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= INT32_MAX for i in ids):
-            raise unsupported(key, value, "a token id or a list of token ids")
+        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise unsupported(key, value, f"a token id or a list of token ids in 0..{vocab_size - 1}")
         return ids
 
 
@@ -176,9 +196,7 @@ def read_yarn(rope: Fields | None, outer: Fields) -> Yarn | None:
         return None
     if not rope.flag("truncate", True):
         raise unsupported(f"{rope.where}truncate", False, "true")
-    factor = rope.get("attention_factor", (int, float), "1.0", None)
-    if factor is not None and factor != 1:
-        raise unsupported(f"{rope.where}attention_factor", factor, "1.0 or absent")
+    rope.choice("attention_factor", (1, 1.0), 1.0)
     holder = rope if rope.has("original_max_position_embeddings") else outer
     yarn = Yarn(
         factor=rope.number("factor"),
@@ -197,8 +215,8 @@ def read_yarn(rope: Fields | None, outer: Fields) -> Yarn | None:
 
 def read_theta(fields: Fields, name: str, *sections: Fields | None) -> float:
     """A rope base that stands in one of ``sections`` as ``rope_theta``, at the top as ``name``, or in both alike."""
-    inner = [s.number("rope_theta") for s in sections if s is not None and s.has("rope_theta")]
-    outer = fields.number(name, None) if inner else fields.number(name)
+    inner = [s.number("rope_theta", low=1) for s in sections if s is not None and s.has("rope_theta")]
+    outer = fields.number(name, None, low=1) if inner else fields.number(name, low=1)
     if inner and outer is not None and outer != inner[0]:
         raise unsupported(fields.find(name)[0], outer, f"equal to rope_theta={inner[0]} of the rope parameters")
     return inner[0] if inner else outer

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jmla.models.config.common import (
+    EXPERTS_MAX,
+    LAYERS_MAX,
+    WIDTH_MAX,
     ConfigError,
     Fields,
     Yarn,
@@ -101,14 +104,15 @@ def read_dsa(values: Mapping[str, Any]) -> DsaConfig:
     fields.choice("moe_router_dtype", ("float32", "fp32"), "float32")
     if not fields.flag("rope_interleave", True):
         raise unsupported("rope_interleave", False, "true")
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.integer("num_hidden_layers", high=LAYERS_MAX)
+    vocab_size = fields.integer("vocab_size")
     if fields.has("layer_types"):
         fields.items("layer_types", SPARSE_TYPES, layers)
     theta, yarn = _rope(fields)
     one = 1 if glm else ...
     config = DsaConfig(
         model_type=model_type,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
@@ -116,11 +120,11 @@ def read_dsa(values: Mapping[str, Any]) -> DsaConfig:
         mlp_layer_types=_mlp_types(fields, layers),
         num_attention_heads=fields.integer("num_attention_heads"),
         q_lora_rank=fields.integer("q_lora_rank"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
+        kv_lora_rank=fields.integer("kv_lora_rank", high=WIDTH_MAX),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim", high=WIDTH_MAX),
         v_head_dim=fields.integer("v_head_dim"),
-        n_routed_experts=fields.integer("n_routed_experts"),
+        n_routed_experts=fields.integer("n_routed_experts", high=EXPERTS_MAX),
         n_shared_experts=fields.integer("n_shared_experts"),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_group=fields.integer("n_group", one),
@@ -132,15 +136,15 @@ def read_dsa(values: Mapping[str, Any]) -> DsaConfig:
         rope_theta=theta,
         yarn=yarn,
         index_n_heads=fields.integer("index_n_heads"),
-        index_head_dim=fields.integer("index_head_dim"),
+        index_head_dim=fields.integer("index_head_dim", high=WIDTH_MAX),
         index_topk=fields.integer("index_topk"),
         indexer_types=_indexer_types(fields, layers),
         indexer_rope_interleave=fields.flag("indexer_rope_interleave", glm),
         index_share_for_mtp_iteration=fields.flag("index_share_for_mtp_iteration", False),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, low=0, high=1),
-        bos_token_id=fields.token("bos_token_id"),
-        eos_token_id=fields.tokens("eos_token_id"),
+        bos_token_id=fields.token("bos_token_id", vocab_size),
+        eos_token_id=fields.tokens("eos_token_id", vocab_size),
         pad_token_id=fields.token("pad_token_id"),
         torch_dtype=read_dtype(fields),
     )
@@ -190,7 +194,7 @@ def _indexer_types(fields: Fields, layers: int) -> tuple[str, ...]:
         return fields.items("indexer_types", ("full", "shared"), layers)
     if fields.has("index_topk_pattern"):
         pattern = fields.get("index_topk_pattern", (str, list, tuple), "a string of F and S")
-        entries = [PATTERN.get(letter, letter) for letter in pattern]
+        entries = [PATTERN.get(letter, letter) if isinstance(letter, str) else letter for letter in pattern]
         return Fields({"index_topk_pattern": entries}).items("index_topk_pattern", ("full", "shared"), layers)
     freq, offset = fields.integer("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2, low=0)
     types = tuple("full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers))

@@ -1,13 +1,13 @@
 """What a checkpoint recommends for generation: generation_config.json."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jmla.models.config.common import ConfigError, Fields, unsupported
+from jmla.models.config.common import INT32_MAX, Fields
+from jmla.models.config.files import naming, read_object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,59 +26,42 @@ class GenerationDefaults:
     pad_token_id: int | None = None
 
 
-def generation_from_dict(values: Mapping[str, Any]) -> GenerationDefaults:
-    """Checks the fields of a generation_config.json.
+def generation_from_dict(values: Mapping[str, Any], vocab_size: int = INT32_MAX) -> GenerationDefaults:
+    """Checks the fields of a generation_config.json; end and begin tokens must be in the vocabulary.
 
     Raises:
         ConfigError: a value out of range.
     """
     fields = Fields(values)
-    temperature = fields.get("temperature", (int, float), "a number", None)
-    if temperature is not None and not 0 <= temperature < float("inf"):
-        raise unsupported("temperature", temperature, "a finite number, 0 or more")
-    top_p = fields.number("top_p", None)
-    if top_p is not None and top_p > 1:
-        raise unsupported("top_p", top_p, "in (0, 1]")
-    min_p = fields.get("min_p", (int, float), "a number", None)
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise unsupported("min_p", min_p, "in [0, 1]")
     return GenerationDefaults(
-        temperature=None if temperature is None else float(temperature),
-        top_p=top_p,
+        temperature=fields.number("temperature", None, closed=True),
+        top_p=fields.number("top_p", None, high=1),
         top_k=fields.integer("top_k", None, low=0),
-        min_p=min_p,
+        min_p=fields.number("min_p", None, high=1, closed=True),
         repetition_penalty=fields.number("repetition_penalty", None),
         max_new_tokens=fields.integer("max_new_tokens", None),
         do_sample=fields.get("do_sample", bool, "true or false", None),
-        eos_token_id=fields.tokens("eos_token_id"),
-        bos_token_id=fields.token("bos_token_id"),
+        eos_token_id=fields.tokens("eos_token_id", vocab_size),
+        bos_token_id=fields.token("bos_token_id", vocab_size),
         pad_token_id=fields.token("pad_token_id"),
     )
 
 
-def read_generation_config(path: str | os.PathLike[str]) -> GenerationDefaults:
+def read_generation_config(path: str | os.PathLike[str], vocab_size: int = INT32_MAX) -> GenerationDefaults:
     """Reads generation_config.json of a checkpoint directory, or such a file; no file gives no defaults.
 
+    Args:
+        path: the directory or the file.
+        vocab_size: the model's, which end and begin tokens must be in.
+
     Raises:
-        ConfigError: a file that is not a JSON object, or a value out of range.
+        ConfigError: a file that is not a JSON object, or a value out of range; the message names the file.
+        OSError: a file that cannot be read.
     """
     file = Path(path)
     file = file / "generation_config.json" if file.is_dir() else file
-    if not file.is_file():
+    if not file.exists() and not file.is_symlink():
         return GenerationDefaults()
-    return generation_from_dict(read_object(file))
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"Expected {file} to be JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"Expected {file} to hold a JSON object, got {type(values).__name__}")
-    return values
+    values = read_object(file)
+    with naming(file):
+        return generation_from_dict(values, vocab_size)

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jmla.models.config.common import (
+    EXPERTS_MAX,
+    LAYERS_MAX,
+    WIDTH_MAX,
     ConfigError,
     Fields,
     Yarn,
@@ -12,6 +15,7 @@ from jmla.models.config.common import (
     check_common,
     check_divides,
     check_even,
+    one_of,
     read_dtype,
     read_theta,
     read_yarn,
@@ -119,16 +123,17 @@ def read_v4(values: Mapping[str, Any]) -> V4Config:
     fields.choice("scoring_func", ("sqrtsoftplus",), "sqrtsoftplus")
     fields.choice("num_key_value_heads", (1,), 1)
     fields.choice("n_group", (1,), 1)
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.integer("num_hidden_layers", high=LAYERS_MAX)
+    vocab_size = fields.integer("vocab_size")
     ratios = fields.get("compress_ratios", (list, tuple), "a list", ())
     drafts = fields.integer("num_nextn_predict_layers", int(len(ratios) > layers), low=0, high=1)
     csa, hca = _rates(fields)
     kinds, draft = _kinds(fields, layers, csa, hca)
-    head_dim = fields.integer("head_dim")
+    head_dim = fields.integer("head_dim", high=WIDTH_MAX)
     theta, compress_theta, yarn = _rope(fields)
     config = V4Config(
         model_type="deepseek_v4",
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         num_hidden_layers=layers,
         num_attention_heads=fields.integer("num_attention_heads"),
@@ -143,9 +148,9 @@ def read_v4(values: Mapping[str, Any]) -> V4Config:
         hca_ratio=hca or 128,
         layer_routing=_routing(fields, layers),
         index_n_heads=fields.integer("index_n_heads"),
-        index_head_dim=fields.integer("index_head_dim"),
+        index_head_dim=fields.integer("index_head_dim", high=WIDTH_MAX),
         index_topk=fields.integer("index_topk"),
-        n_routed_experts=fields.integer("n_routed_experts"),
+        n_routed_experts=fields.integer("n_routed_experts", high=EXPERTS_MAX),
         num_experts_per_tok=fields.integer("num_experts_per_tok"),
         n_shared_experts=fields.integer("n_shared_experts"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
@@ -162,8 +167,8 @@ def read_v4(values: Mapping[str, Any]) -> V4Config:
         max_position_embeddings=_positions(fields, yarn),
         num_nextn_predict_layers=drafts,
         draft_kind=draft,
-        bos_token_id=fields.token("bos_token_id"),
-        eos_token_id=fields.tokens("eos_token_id"),
+        bos_token_id=fields.token("bos_token_id", vocab_size),
+        eos_token_id=fields.tokens("eos_token_id", vocab_size),
         pad_token_id=fields.token("pad_token_id"),
         torch_dtype=read_dtype(fields),
     )
@@ -222,10 +227,10 @@ def _kinds(fields: Fields, layers: int, csa: int | None, hca: int | None) -> tup
     known: dict[int, str] = KINDS | {r: k for r, k in ((csa, "csa"), (hca, "hca")) if r is not None and r not in KINDS}
     # TensorRT-LLM and vllm-ascend write 1 for sliding-only layers where DeepSeek writes 0. Only a list without any 0
     # can be theirs; in DeepSeek-V4.1, which has 0, 1 and 2, the value means something else.
-    if 1 in ratios and 0 not in ratios and all(r in known or r == 1 for r in ratios):
+    if 1 in ratios and 0 not in ratios and all(one_of(r, (*known, 1)) for r in ratios):
         known[1] = "window"
     for i, ratio in enumerate(ratios):
-        if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio not in known:
+        if not one_of(ratio, known):
             hint = "; 1 stands for 0 only in lists without 0" if ratio == 1 else ""
             raise unsupported(
                 f"compress_ratios[{i}]",
