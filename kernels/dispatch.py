@@ -152,10 +152,10 @@ def current_target(*arrays: Any) -> Target:
     device = devices[0]
     if device.platform != "gpu":
         return Target(device.platform)
-    return _gpu_target(getattr(device, "compute_capability", None))
+    return gpu_target(getattr(device, "compute_capability", None))
 
 
-def _gpu_target(capability: Any) -> Target:
+def gpu_target(capability: Any) -> Target:
     text = str(capability or "")
     if not text.replace(".", "", 1).isdigit():
         return Target("rocm")
@@ -165,7 +165,7 @@ def _gpu_target(capability: Any) -> Target:
 def _kind_target(kind: str) -> Target:
     for device in jax.local_devices():
         if device.device_kind == kind and device.platform == "gpu":
-            return _gpu_target(getattr(device, "compute_capability", None))
+            return gpu_target(getattr(device, "compute_capability", None))
     return Target("cpu") if kind.lower() == "cpu" else Target()
 
 
@@ -179,7 +179,7 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
         op: the operation.
         implementation: a name, or None to choose.
         shapes: the static facts that a choice may depend on, among them the "layout" of pools. One line is logged for
-            each operation, layout and outcome.
+            each operation, layout and outcome; it shows the facts whose names do not start with "_".
         arrays: passed by position (pytrees, None included).
         static: passed by keyword.
 
@@ -232,7 +232,7 @@ def _able(op: str, where: Target, shapes: Mapping[str, Any]) -> str:
 
 
 def _note(op: str, shapes: Mapping[str, Any], serving: str, others: tuple[tuple[str, str], ...]) -> None:
-    described = ", ".join(f"{key}={value}" for key, value in shapes.items())
+    described = ", ".join(f"{key}={value}" for key, value in shapes.items() if not key.startswith("_"))
     choice = Choice(op, str(shapes.get("layout", "")), serving, others, described)
     if choice in _choices or len(_choices) > MOST_CHOICES:
         return

@@ -28,7 +28,7 @@ def select(
         k: keys to pick.
 
     Returns:
-        ``[R, k]`` int32 ordinals within the request, by falling score, -1 filled.
+        ``[R, k]`` int32 ordinals within the request, in ascending order, -1 filled.
     """
     layout = ctx.layouts["index"]
     batch, pages = table.shape

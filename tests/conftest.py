@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # so that `from tests...` also works under a bare `pytest`
     sys.path.insert(0, str(ROOT))
 
+from jmla import kernels  # noqa: E402
+from jmla.kernels import launch  # noqa: E402
 from tests.golden import weights as golden_weights  # noqa: E402
 
 
@@ -61,6 +64,25 @@ def golden_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
         return made[case]
 
     return get
+
+
+@pytest.fixture(params=["xla", pytest.param("triton", marks=pytest.mark.gpu)])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of each implementation that suites of operations run over.
+
+    Triton's kernels run on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter; ``-m gpu`` selects them.
+    """
+    if request.param == "xla" or any(device.platform == "gpu" for device in jax.devices()):
+        yield request.param
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        from tests import triton_interpreter
+
+        launch.interpreter = triton_interpreter.run
+        with kernels.target(compute_capability=120):
+            yield request.param
+        launch.interpreter = None
+    else:
+        pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True, scope="module")

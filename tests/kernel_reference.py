@@ -9,21 +9,23 @@ def random_pool(rng, layout, pages):
     pool = np.full((pages, layout.page_stride), 0xFF, np.uint8)
     size = layout.page_size
     if layout.kind == "plain":
-        rows = rng.normal(size=(pages, size * layout.width)).astype(layout.value_dtype)
-        return rows
+        return rng.normal(scale=0.3, size=(pages, size * layout.width)).astype(layout.value_dtype)
     for page in pool:
         for t in range(size):
             at = t * layout.row_bytes
             codes = rng.normal(scale=100, size=layout.nope).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
             page[at : at + layout.nope] = codes.view(np.uint8)
-            rope = rng.normal(size=layout.rope).astype(ml_dtypes.bfloat16)
+            rope = rng.normal(scale=0.3, size=layout.rope).astype(ml_dtypes.bfloat16)
             page[at + layout.row_bytes - 2 * layout.rope : at + layout.row_bytes] = rope.view(np.uint8)
             if layout.kind == "footer":
                 at = size * layout.row_bytes + t * layout.scale_bytes
-                page[at : at + layout.num_tiles] = rng.integers(119, 123, layout.num_tiles)
+                page[at : at + layout.num_tiles] = rng.integers(116, 120, layout.num_tiles)
             else:
                 at = at + layout.nope if layout.kind == "inline" else size * layout.row_bytes + 4 * t
-                scales = rng.uniform(0.004, 0.03, layout.num_tiles).astype(np.float32)
+                scales = rng.uniform(0.001, 0.008, layout.num_tiles).astype(np.float32)
+                if layout.scale_form == "power_of_two":
+                    scales = 2.0 ** np.round(np.log2(scales))
+                    scales = scales.astype(np.float32)
                 page[at : at + 4 * layout.num_tiles] = scales.view(np.uint8)
     return pool
 

@@ -177,3 +177,21 @@ def read_index(pool: np.ndarray, slot: int, size: int, width: int) -> np.ndarray
     flat, page, t = pool.reshape(-1), (slot // size) * pool.shape[1], slot % size
     (scale,) = struct.unpack("<f", flat[page + size * width + 4 * t :][:4].tobytes())
     return (E4M3[flat[page + t * width :][:width]] * scale).astype(np.float32)
+
+
+def normed_and_turned(
+    rows: np.ndarray, weight: np.ndarray | None, eps: float, table: np.ndarray | None, rotate: bool = False
+) -> np.ndarray:
+    """Norm over the leading and rotation of the trailing values in float64, then Hadamard; rounded to float32."""
+    out = rows.astype(np.float64)
+    if weight is not None:
+        n = len(weight)
+        out[:, :n] *= weight / np.sqrt((out[:, :n] ** 2).mean(axis=1, keepdims=True) + eps)
+    if table is not None:
+        half = table.shape[1] // 2
+        tail = out[:, out.shape[1] - 2 * half :]
+        tail = (tail[:, 0::2] + 1j * tail[:, 1::2]) * (table[:, :half].astype(np.float64) + 1j * table[:, half:])
+        out[:, out.shape[1] - 2 * half :] = np.stack([tail.real, tail.imag], axis=-1).reshape(len(out), -1)
+    if rotate:
+        out = out @ sylvester(out.shape[1]) / out.shape[1] ** 0.5
+    return out.astype(np.float32)

@@ -1,15 +1,33 @@
 """Public function of the index scores: checks, then the implementation."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, launch
 from ..checks import check_float, check_pool, check_shape, check_values, checking, int32_array
 from ..layouts import KVLayout
 from . import xla
 
 SUSPICIOUS_COLUMNS = 32  # so many scores that are all zero are a fault, not a coincidence
+TRITON_HEADS, TRITON_WIDTH = 256, 128  # at most, of the Triton kernel
 
+
+def _triton_refuses(shapes: Mapping[str, Any]) -> str | None:
+    if shapes["Hi"] > TRITON_HEADS or shapes["Di"] > TRITON_WIDTH:
+        return f"takes up to {TRITON_HEADS} heads of up to {TRITON_WIDTH} values"
+    if shapes["layout"] == "plain-float32":
+        return "has no product of float32 keys"
+    if shapes["layout"].startswith("plain") and shapes["q"] != "bfloat16":
+        return f"meets plain keys with bfloat16 queries, not {shapes['q']}"
+    if not shapes["layout"].startswith("plain") and (shapes["page"] % 4 or shapes["footer"] % 4):
+        return "reads scales at multiples of 4 bytes only"
+    return None
+
+
+launch.register("index_scores", f"{__package__}.triton", _triton_refuses)
 dispatch.register("index_scores", "xla", xla.index_scores)
 
 
@@ -35,8 +53,9 @@ def index_scores(
     ``bounds``: column n is slot n of the pool, and columns ``start <= n < end`` count. Keys that do not count, or whose
     page is -1 or not in the pool, score -inf whatever they hold.
 
-    A row's scores are bitwise the same whatever rows stand beside it. Differentiable in ``q``, ``weights`` and a typed
-    pool where the layout is plain.
+    A row's scores are bitwise the same whatever rows stand beside it; with "triton" on compute capability 9.0 also
+    however many rows a request has, and whether keys come by table or by bounds. Differentiable in ``q``, ``weights``
+    and a typed pool where the layout is plain.
 
     Args:
         q: ``[R, Hi, Di]`` float.
@@ -46,7 +65,7 @@ def index_scores(
         lengths: ``[R]`` int32, with ``table``; zero or less: no key.
         table: ``[B, W]`` int32 page ids; R is a multiple of B, and row r belongs to request ``r // (R / B)``.
         bounds: ``(start [R], end [R])`` int32, in place of ``lengths`` and ``table``.
-        implementation: "xla", or None for the best.
+        implementation: "triton", "xla", or None for the best.
 
     Returns:
         ``[R, n]`` float32; n is ``W * page_size`` with a table, ``pages * page_size`` with bounds.
@@ -67,18 +86,25 @@ def index_scores(
         raise ValueError("Expected table with lengths, or bounds alone")
     if bounds is not None:
         start, end = (int32_array(f"bounds[{i}]", bound) for i, bound in enumerate(bounds))
-        table = jnp.arange(pool.shape[0], dtype=jnp.int32)[None]
+        check_shape("bounds[0]", start, (rows,), "[R]")
+        pages = pool.shape[0]
     else:
-        end, table = int32_array("lengths", lengths), int32_array("table", table)
-        start = jnp.zeros_like(end)
+        start, end, table = None, int32_array("lengths", lengths), int32_array("table", table)
+        check_shape("table", table, (None, None), "[B, W]")
+        requests, pages = table.shape
+        if requests == 0 or rows % requests:
+            raise ValueError(f"Expected the {rows} rows of q to be a multiple of the {requests} requests of the table")
     check_shape("lengths" if bounds is None else "bounds[1]", end, (rows,), "[R]")
-    check_shape("bounds[0]", start, (rows,), "[R]")
-    check_shape("table", table, (None, None), "[B, W]")
-    if table.shape[0] == 0 or rows % table.shape[0]:
-        raise ValueError(
-            f"Expected the {rows} rows of q to be a multiple of the {table.shape[0]} requests of the table"
-        )
-    shapes = {"R": rows, "Hi": heads, "Di": dim, "columns": table.shape[1] * layout.page_size, "layout": layout.name}
+    shapes = {
+        "R": rows,
+        "Hi": heads,
+        "Di": dim,
+        "columns": pages * layout.page_size,
+        "layout": layout.name,
+        "q": q.dtype.name,
+        "page": layout.page_stride,
+        "footer": layout.footer_offset,
+    }
     arrays = (jnp.asarray(q), jnp.asarray(weights), jnp.asarray(pool), start, end, table)
     scores = dispatch.call("index_scores", implementation, shapes, *arrays, layout=layout)
     if checking():

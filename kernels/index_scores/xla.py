@@ -14,22 +14,21 @@ MIN_AMAX = 1e-4
 
 
 def quantise_query(q: jax.Array, weights: jax.Array, layout: KVLayout) -> tuple[jax.Array, jax.Array]:
-    """What meets quantised keys: e4m3 codes of q as float32, and weights that hold the scale of each row and head."""
+    """What meets quantised keys: e4m3 codes of q, and float32 weights that hold the scale of each row and head."""
     q = q.astype(jnp.float32)
     if layout.hadamard:
         q = hadamard(q)
     codes, scales = quantise(q, q.shape[-1], "float32", MIN_AMAX)
-    codes = jax.lax.optimization_barrier(codes)  # or XLA may take the casts to e4m3 and back for nothing
-    return codes.astype(jnp.float32), weights * scales[..., 0]
+    return codes, weights.astype(jnp.float32) * scales[..., 0]
 
 
 def index_scores(
     q: jax.Array,
     weights: jax.Array,
     pool: jax.Array,
-    start: jax.Array,
+    start: jax.Array | None,
     end: jax.Array,
-    table: jax.Array,
+    table: jax.Array | None,
     *,
     layout: KVLayout,
 ) -> jax.Array:
@@ -39,13 +38,17 @@ def index_scores(
         q: ``[R, Hi, Di]``.
         weights: ``[R, Hi]``.
         pool: uint8 or typed.
-        start: ``[R]`` int32.
+        start: ``[R]`` int32, or None for 0.
         end: ``[R]`` int32.
-        table: ``[B, W]`` int32 page ids, R a multiple of B.
+        table: ``[B, W]`` int32 page ids, R a multiple of B; None: all pages of the pool in order, for all rows.
         layout: of ``pool``.
     """
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     weights = weights.astype(jnp.float32)
+    if start is None:
+        start = jnp.zeros_like(end)
+    if table is None:
+        table = jnp.arange(pool.shape[0], dtype=jnp.int32)[None]
     batch, pages = table.shape
     rows, heads, dim = q.shape
     steps, columns = rows // batch, pages * layout.page_size
@@ -77,7 +80,10 @@ def index_scores(
     def one_request(args: Any) -> jax.Array:
         *by_row, pages_of = args
         if layout.kind == "index":
-            by_row[:2] = jax.lax.map(lambda rows: quantise_query(rows[0], rows[1], layout), (by_row[0], by_row[1]))
+            given = by_row[0], by_row[1]
+            codes, by_row[1] = jax.lax.map(lambda rows: quantise_query(rows[0], rows[1], layout), given)
+            codes = jax.lax.optimization_barrier(codes)  # or XLA may take the casts to e4m3 and back for nothing
+            by_row[0] = codes.astype(jnp.float32)
         longest, earliest = jnp.max(by_row[3]), jnp.min(jnp.where(by_row[3] > by_row[2], by_row[2], columns))
 
         def key_tile(column: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, launch
 from ..checks import (
     check_dtype,
     check_float,
@@ -19,8 +19,9 @@ from ..checks import (
 )
 from ..layouts import KVLayout, gather_rows, unrotate
 from ..quant import ScaleForm
-from . import xla
+from . import plan, xla
 
+launch.register("kv_pack", f"{__package__}.triton", plan.refuses)
 dispatch.register("kv_pack", "xla", xla.kv_pack)
 dispatch.register("kv_unpack", "xla", gather_rows)
 
@@ -59,7 +60,7 @@ def kv_pack(
         cos_sin: ``[R, n]`` float32, n/2 cosines then n/2 sines.
         scale_form: overrides ``layout.scale_form`` (``min_amax`` stays that of the layout).
         kv_scale: float32 scalar, the scale of plain e4m3 rows.
-        implementation: None or "xla".
+        implementation: "triton", "xla", or None for the best.
 
     Returns:
         The pool with the rows in it.
@@ -89,7 +90,12 @@ def kv_pack(
         layout = dataclasses.replace(layout, scale_form=scale_form)
     if checking():
         _check_values(rows, slots, pool, layout, kv_scale)
-    shapes = {"layout": layout.name, "page_size": layout.page_size}
+    shapes = {
+        "layout": layout.name,
+        "page_size": layout.page_size,
+        "_layout": layout,
+        "_turned": 0 if cos_sin is None else cos_sin.shape[1],
+    }
     return dispatch.call(
         "kv_pack", implementation, shapes, rows, slots, pool, norm_weight, cos_sin, kv_scale, layout=layout, eps=eps
     )

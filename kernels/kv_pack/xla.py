@@ -20,6 +20,8 @@ def kv_pack(
     eps: float,
 ) -> jax.Array:
     """See ``jmla.kernels.kv_pack``."""
+    if pool.shape[0] == 0 or rows.shape[0] == 0:
+        return pool
     rows = rows.astype(jnp.float32)
     if norm_weight is not None:
         rows = _normalise(rows, norm_weight, eps)
@@ -64,8 +66,6 @@ def store_rows(
     pool: jax.Array, slots: jax.Array, data: jax.Array, scales: jax.Array | None, layout: KVLayout
 ) -> jax.Array:
     """Scatters the stored form of rows to their slots."""
-    if pool.shape[0] == 0 or slots.shape[0] == 0:
-        return pool
     page, offset, valid = locate(slots, layout, pool.shape[0])
     # Skipped rows go to pages behind the pool, each to its own, so that the starts stay distinct; XLA drops them. (A
     # negative index given to ``.at[...]`` would wrap to the last row.)

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, launch
 from ..checks import check_shape, check_values, checking, int32_array
 from . import xla
 
+launch.register("resolve_slots", f"{__package__}.triton")
 dispatch.register("resolve_slots", "xla", xla.resolve_slots)
 
 
@@ -42,7 +43,7 @@ def resolve_slots(
         layer_offset: int32 scalar in slots, not negative, may be traced.
         window: ``(window_table [B, W'], window_page_size, window_length, positions [R], window_layer_offset)``.
         split: two segments with a length each (True), or one combined row.
-        implementation: None or "xla".
+        implementation: "triton", "xla", or None for the best.
 
     Returns:
         ``(slots [R, K] int32, lengths [R] int32)`` without ``window``. With it: ``(slots [R, L], lengths)`` of the

@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, launch
 from ..checks import check_dtype, check_kv_scale, check_pool, check_shape, check_values, checking, int32_array
 from ..layouts import KVLayout
 from . import xla
 from .epilogue import Epilogue, check_epilogue
+from .forms import refuses
 from .source import Source
 
+launch.register("sparse_mla", f"{__package__}.triton", refuses)
 dispatch.register("sparse_mla", "xla", xla.sparse_mla)
 
 
@@ -45,7 +47,10 @@ def sparse_mla(
     and so is whatever else is out of range. A slot named twice counts twice. What takes no part never matters, even
     where it is NaN. A row in which nothing takes part gives 0 and lse -inf.
 
-    A row's result is bitwise the same whatever rows stand beside it and however wide its index row is padded.
+    A row's result is bitwise the same whatever rows stand beside it and however wide its index row is padded ("triton":
+    with ``deterministic``; else up to rounding). Scales are read as full float32, but for "triton" on sm_90 in inline
+    layouts whose ``scale_form`` is "power_of_two": there they are read in bfloat16, which is exact for such scales.
+    Products are of bfloat16 values; "triton" leaves float32 queries and pools to "xla".
     Differentiable in ``q``, ``sinks`` and typed plain pools. ``jax.vmap`` works.
 
     Args:
@@ -64,7 +69,7 @@ def sparse_mla(
         epilogue: makes the output a ``Quantised`` of the rows in order, see ``Epilogue``.
         validate: check values too: indices that are neither -1 nor slots, lengths past K, NaN among the sinks.
         deterministic: whether splits may depend on the device only, not on the values; "xla" always is.
-        implementation: "xla", or None for the best.
+        implementation: "triton" or "xla", or None for the best.
 
     Returns:
         ``(out, lse)``: out ``[..., H, v_dim]`` of q's dtype (bfloat16 for e4m3), and natural lse ``[..., H]`` float32,
@@ -110,6 +115,8 @@ def sparse_mla(
         "layout": "+".join(source.layout.name for source in sources),
         "q": q.dtype.name,
         "epilogue": epilogue is not None,
+        "v_dim": v_dim,
+        "_layouts": tuple(source.layout for source in sources),
     }
     out, lse = dispatch.call(
         "sparse_mla",

@@ -1,27 +1,40 @@
 """Public function of the selection: checks, then the implementation."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, launch
 from ..checks import check_float, check_shape, int32_array
 from . import xla
 
+MOST = 32_768  # columns that one program of the kernel holds
+
+
+def _refuses(shapes: Mapping[str, Any]) -> str | None:
+    if shapes["n"] > MOST < 2 * shapes["k"]:
+        return f"chooses at most {MOST // 2} of more than {MOST} columns"
+    return None
+
+
+launch.register("top_k", f"{__package__}.triton", _refuses)
 dispatch.register("top_k", "xla", xla.top_k)
 
 
 def top_k(scores: jax.Array, lengths: jax.Array | None, k: int, *, implementation: str | None = None) -> jax.Array:
     """The columns of the k largest scores of each row, exactly.
 
-    Sorted by score, largest first, equal scores (0.0 and -0.0 are equal) by column. Columns from ``lengths`` on, -inf
-    and NaN are never chosen; what is missing to k is -1, at the end. So a row holds ``min(k, eligible columns)``
-    distinct columns.
+    Of equal scores (0.0 and -0.0 are equal) the lower columns are chosen. Columns from ``lengths`` on, -inf and NaN
+    never are. They are given in ascending order, whatever their scores, and what is missing to k is -1, at the end: so
+    a row is a function of the set that is chosen, and holds ``min(k, eligible columns)`` distinct columns.
 
     Args:
         scores: ``[R, n]`` float.
         lengths: ``[R]`` int32 columns of each row that count, or None for all; zero or less: none.
         k: columns to choose; may exceed n.
-        implementation: "xla", or None for the best.
+        implementation: "triton", "xla", or None for the best.
 
     Returns:
         ``[R, k]`` int32.

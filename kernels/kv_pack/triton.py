@@ -1,0 +1,230 @@
+"""The packer as one Triton kernel: each program reads a few rows and writes their bytes straight to their slots."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from ..fallback import with_xla_rules
+from ..launch import launch
+from ..layouts import MAX_SLOTS, KVLayout
+from ..quant import E4M3_MAX, TINY
+from . import xla
+from .plan import Plan
+
+PROGRAM_VALUES = 1024  # of a program
+THREAD_VALUES = 16  # of a thread
+
+_DTYPES = {"bfloat16": tl.bfloat16, "float32": tl.float32, "float8_e4m3fn": tl.float8e4nv}
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_TINY = tl.constexpr(TINY)
+_LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
+
+
+@triton.jit
+def _spread(place, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Numbers in groups of ``BLOCK`` as numbers in groups of ``SIZE``."""
+    if BLOCK == SIZE:
+        return place
+    else:
+        return place // BLOCK * SIZE + place % BLOCK
+
+
+@triton.jit
+def _square_sum(x, WIDTH: tl.constexpr):
+    """Sums of squares of rows, neighbours first: the order does not depend on which thread holds what."""
+    a, b = tl.split(tl.reshape(x, [x.shape[0], WIDTH // 2, 2]))
+    total = tl.fma(a, a, b * b)
+    for i in tl.static_range(1, WIDTH.bit_length() - 1):
+        total = tl.sum(tl.reshape(total, [x.shape[0], WIDTH >> (i + 1), 2]), axis=2)
+    return tl.reshape(total, [x.shape[0]])
+
+
+@triton.jit
+def _normalise(x, factor, weight, column, inside, P: tl.constexpr):
+    under = (inside & (column < P.normed))[None, :]
+    # One weight for each value, not one row of them for all: threads that share values would have to exchange them.
+    at, under = tl.broadcast(weight + column[None, :], x)[0], tl.broadcast(under, x)[0]
+    weight = tl.load(at, mask=under, other=1.0).to(tl.float32)
+    return tl.where(under, x * factor[:, None] * weight, x)
+
+
+@triton.jit
+def _rotate(x, table, pair, P: tl.constexpr):
+    """Rotates pairs of neighbours; ``pair``: of each pair its number among the rotated ones, or one that is none."""
+    HALF: tl.constexpr = P.turned // 2
+    a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    turned = ((pair >= 0) & (pair < HALF))[None, :]
+    cos = tl.load(table + pair[None, :], mask=turned, other=1.0)
+    sin = tl.load(table + (pair + HALF)[None, :], mask=turned, other=0.0)
+    even, odd = tl.where(turned, a * cos - b * sin, a), tl.where(turned, a * sin + b * cos, b)
+    return tl.reshape(tl.join(even, odd), x.shape)
+
+
+@triton.jit
+def _hadamard(x, WIDTH: tl.constexpr):
+    """See ``quant.hadamard``. Sums over pairs leave every value with its thread, be its partner there or not."""
+    shape: tl.constexpr = x.shape
+    for i in tl.static_range(WIDTH.bit_length() - 1):
+        pairs = 0.5 * tl.reshape(x, [shape[0], WIDTH >> (i + 1), 2, 1 << i])
+        first = (tl.arange(0, 2) == 0)[None, None, :, None]
+        total = tl.sum(pairs, axis=2, keep_dims=True)
+        difference = tl.sum(tl.where(first, pairs, -pairs), axis=2, keep_dims=True)
+        x = tl.reshape(tl.where(first, total, difference), shape)
+    return x * WIDTH**0.5
+
+
+@triton.jit
+def _scale(amax, P: tl.constexpr):
+    """Scales of tiles and their reciprocals, from the bits of the largest magnitudes; see ``quant.tile_scale``."""
+    if P.layout.scale_form == "power_of_two":
+        exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.where(amax > 0, tl.maximum(exponent, 1), 0)
+        nan = amax > 0x7F800000
+        scale = tl.where(nan, amax, exponent << 23)
+        inverse = tl.where(nan, amax, tl.where(exponent > 0, (254 - exponent) << 23, 0))
+        return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, _E4M3_MAX, tl.float32))
+        scale = tl.where(scale < _TINY, 0.0, scale)
+        return scale, tl.where(scale == 0.0, 0.0, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale))
+
+
+@triton.jit
+def _pack(
+    rows,
+    slots,
+    pool,
+    weight,
+    table,
+    kv_scale,
+    P: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Grid (rows / P.rows,). The head of the rows is ``x [rows, tiles * tile]``, the rest ``y``."""
+    ROWS: tl.constexpr = P.rows
+    HEAD: tl.constexpr = P.head_block
+    ALIGN: tl.constexpr = P.align
+    SCALE_ALIGN: tl.constexpr = P.scale_align
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    slot = tl.load(slots + first + row)
+    values = rows + first * P.layout.width + (row * P.layout.width)[:, None]
+
+    place = tl.arange(0, HEAD)
+    column = _spread(place, P.tile_block, P.tile)
+    inside = (column < P.head) & (place % P.tile_block < P.tile)
+    behind = tl.arange(0, P.rest_block)
+    exists = behind < P.rest
+    x = tl.load(values + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    if P.rest > 0:
+        y = tl.load(values + (P.head + behind)[None, :], mask=exists[None, :], other=0.0).to(tl.float32)
+
+    if P.normed > 0:
+        total = _square_sum(tl.where((column < P.normed)[None, :], x, 0.0), HEAD)
+        if P.normed > P.head:
+            total += _square_sum(tl.where((P.head + behind < P.normed)[None, :], y, 0.0), P.rest_block)
+        factor = tl.rsqrt(total * (1.0 / P.normed) + P.eps)
+        x = _normalise(x, factor, weight, column, inside, P)
+        if P.normed > P.head:
+            y = _normalise(y, factor, weight, P.head + behind, exists, P)
+    angles = table
+    if P.turned > 0:
+        START: tl.constexpr = (P.layout.width - P.turned) // 2
+        angles = table + first * P.turned + (row * P.turned)[:, None]
+    if P.turned > P.rest:
+        pair = _spread(tl.arange(0, HEAD // 2), P.tile_block // 2, P.tile // 2)
+        x = _rotate(x, angles, pair - START, P)
+    if P.rest > 0 and P.turned > 0:
+        y = _rotate(y, angles, tl.arange(0, P.rest_block // 2) + (P.head // 2 - START), P)
+
+    valid = ((slot >= 0) & (slot < P.capacity))[:, None]
+    page, offset = (slot // P.layout.page_size).to(tl.int64) * P.layout.page_stride, slot % P.layout.page_size
+    data = tl.multiple_of(page + offset * P.layout.row_bytes, ALIGN)
+    pool = pool.to(tl.pointer_type(tl.uint8))
+    data = pool + data
+    if P.plain:
+        if kv_scale is not None:
+            inverse = tl.div_rn(1.0, tl.load(kv_scale))
+            x = x * inverse
+            if P.rest > 0:
+                y = y * inverse
+        at = data.to(tl.pointer_type(DTYPE))[:, None]
+        tl.store(at + column[None, :], x.to(DTYPE), mask=valid & inside[None, :])
+        if P.rest > 0:
+            tl.store(at + (P.head + behind)[None, :], y.to(DTYPE), mask=valid & exists[None, :])
+    else:
+        if P.layout.hadamard:
+            x = tl.clamp(_hadamard(x, HEAD), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.reshape(x, [ROWS, P.tiles_block, P.tile_block])
+        # The bits of magnitudes are in their order, and a NaN is above them all.
+        amax = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), P.least)
+        scale, inverse = _scale(amax, P)
+        codes = tl.reshape((x * inverse[:, :, None]).to(tl.float8e4nv), [ROWS, HEAD])  # saturates at +-448
+        tl.store(data[:, None] + column[None, :], codes.to(tl.uint8, bitcast=True), mask=valid & inside[None, :])
+        tile = tl.arange(0, P.tiles_block)
+        real = (tile < P.layout.num_tiles)[None, :]
+        scales = pool + tl.multiple_of(page + (P.scale_start + offset * P.scale_step), SCALE_ALIGN)
+        if P.layout.kind == "footer":
+            exponent = tl.where(real, scale.to(tl.int32, bitcast=True) >> 23, 0).to(tl.uint8)
+            tl.store(scales[:, None] + tile[None, :], exponent, mask=valid & (tile < P.layout.scale_bytes)[None, :])
+            if P.tiles_block < P.layout.scale_bytes:
+                PAD: tl.constexpr = P.pad_block
+                pad = tl.arange(0, PAD)[None, :]
+                unused = (pad >= P.tiles_block) & (pad < P.layout.scale_bytes)
+                zeros = tl.zeros([ROWS, PAD], tl.uint8)
+                tl.store(scales[:, None] + pad, zeros, mask=valid & unused)
+        else:
+            tl.store(scales.to(tl.pointer_type(tl.float32))[:, None] + tile[None, :], scale, mask=valid & real)
+        if P.rest > 0:
+            at = (data + P.layout.rope_offset).to(tl.pointer_type(tl.bfloat16))
+            tl.store(at[:, None] + behind[None, :], y.to(tl.bfloat16), mask=valid & exists[None, :])
+
+
+def _kv_pack(
+    rows: jax.Array,
+    slots: jax.Array,
+    pool: jax.Array,
+    norm_weight: jax.Array | None,
+    cos_sin: jax.Array | None,
+    kv_scale: jax.Array | float | None,
+    *,
+    layout: KVLayout,
+    eps: float,
+) -> jax.Array:
+    """See ``jmla.kernels.kv_pack``."""
+    count = rows.shape[0]
+    if count == 0 or pool.shape[0] == 0:
+        return pool
+    plan = Plan(
+        layout,
+        min(pool.shape[0] * layout.page_size, MAX_SLOTS),
+        normed=0 if norm_weight is None else norm_weight.size,
+        eps=eps,
+        turned=0 if cos_sin is None else cos_sin.shape[1],
+    )
+    # Programs take a number of rows that divides their count, so that the count is not compiled in.
+    plan = dataclasses.replace(plan, rows=math.gcd(count, max(PROGRAM_VALUES // plan.head_block, 1)))
+    return launch(
+        _pack,
+        rows,
+        slots,
+        pool,
+        norm_weight if plan.normed else None,
+        cos_sin if plan.turned else None,
+        None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32).reshape(1),
+        out=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        grid=(count // plan.rows,),
+        aliases={2: 0},
+        num_warps=min(max(plan.rows * plan.head_block // (32 * THREAD_VALUES), 1), 16),
+        options={"enable_fp_fusion": False},  # no product and sum may become one: bits would depend on sizes
+        P=plan,
+        DTYPE=_DTYPES[layout.value_dtype],
+    )
+
+
+kv_pack = with_xla_rules(_kv_pack, xla.kv_pack)

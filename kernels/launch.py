@@ -1,0 +1,180 @@
+"""Launches of Triton kernels inside JAX programs, and whether they can run."""
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from . import dispatch
+
+MIN_CAPABILITY = 90
+# Set by the tests to run kernels in Triton's interpreter: takes the arguments of ``launch``, ``out`` as a list.
+interpreter: Callable[..., Sequence[jax.Array]] | None = None
+
+_kept = contextvars.ContextVar("kept", default=False)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("jax_triton") is not None and importlib.util.find_spec("triton") is not None
+
+
+def unavailable(target: dispatch.Target) -> str | None:
+    """Why Triton kernels cannot serve a target, or None; imports nothing."""
+    if not _installed():
+        return "jax-triton is not installed (it comes with the extras cuda13 and cuda12)"
+    capability = target.compute_capability
+    if capability is not None and capability < MIN_CAPABILITY:
+        return f"needs compute capability {MIN_CAPABILITY / 10} or later, the target has {capability / 10}"
+    return None
+
+
+def capability() -> int:
+    """Compute capability that a kernel is being made for: the target's, else that of the first GPU, else 90."""
+    if (stated := dispatch.current_target().compute_capability) is not None:
+        return stated
+    for device in jax.local_devices():
+        if device.platform == "gpu":
+            return dispatch.gpu_target(getattr(device, "compute_capability", None)).compute_capability or MIN_CAPABILITY
+    return MIN_CAPABILITY
+
+
+def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | None] | None = None) -> None:
+    """Registers the Triton implementation of an operation: the function of the operation's name in ``module``.
+
+    The module, and Triton with it, is imported at the first call.
+
+    Args:
+        op: the operation.
+        module: full name of the module.
+        refuses: gives the reason why the implementation cannot serve the shapes that the operation states, or None.
+    """
+
+    def why_not(target: dispatch.Target, shapes: Mapping[str, Any]) -> str | None:
+        return unavailable(target) or (refuses(shapes) if refuses else None)
+
+    def function(*arrays: Any, **static: Any) -> Any:
+        return getattr(importlib.import_module(module), op)(*arrays, **static)
+
+    dispatch.register(op, "triton", function, platform="cuda", why_not=why_not)
+
+
+@functools.cache
+def teach_gluon() -> None:
+    """Makes jax-triton 0.4.1 compile and launch Gluon kernels whose warps have roles.
+
+    It sends them through the stages of Triton kernels, whose passes choose layouts anew and do not end on such kernels;
+    and it launches as many warps as it was asked for, where the compiler has added those of the other roles.
+    """
+    import jax_triton.triton_lib as lib
+
+    compile_kernel, runtime = lib.compile_ttir_to_ptx_inplace, lib.triton_kernel_call_lib
+
+    class Stages:
+        def __init__(self, backend: Any):
+            self.backend = backend
+
+        def make_ttir(self, module: Any, *_: Any) -> Any:
+            return module
+
+        def make_ttgir(self, module: Any, metadata: Any, options: Any, capability: Any) -> Any:
+            return self.backend.gluon_to_ttgir(module, metadata, options, capability)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.backend, name)
+
+    class Runtime:
+        def TritonKernel(self, name: str, warps: int, ctas: int, shared: int, ptx: str, *rest: Any) -> Any:
+            if threads := re.search(r"\.reqntid (\d+)", ptx):
+                warps = int(threads[1]) // 32
+            return runtime.TritonKernel(name, warps, ctas, shared, ptx, *rest)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(runtime, name)
+
+    @functools.wraps(compile_kernel)
+    def compile_either(module: Any, backend: Any, options: Any, capability: Any) -> Any:
+        gluon = "ttg.num-warps" in str(module)  # a Triton kernel has no number of warps yet
+        return compile_kernel(module, Stages(backend) if gluon else backend, options, capability)
+
+    lib.compile_ttir_to_ptx_inplace = compile_either
+    if runtime is not None:
+        lib.triton_kernel_call_lib = Runtime()
+
+
+def keeping() -> bool:
+    """Whether launches are traced inside ``kept()``."""
+    return _kept.get()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Inside it, traced launches stay in their program even where nothing uses their results, as timing needs."""
+    token = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def launch(
+    kernel: Any,
+    *operands: Any,
+    out: Any,
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int] | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    options: Mapping[str, Any] | None = None,
+    **constants: Any,
+) -> Any:
+    """Calls a Triton kernel.
+
+    Args:
+        kernel: a function under ``triton.jit`` or ``gluon.jit``: pointers of the operands, then of the outputs that
+            replace no operand, then constants.
+        operands: arrays; a Python number is compiled into the kernel.
+        out: a ``jax.ShapeDtypeStruct`` or a sequence of them.
+        grid: programs along each of up to three axes.
+        aliases: operand index -> output index: that output is the operand, updated in place; the kernel has no
+            parameter of its own for it.
+        num_warps: warps of a program.
+        num_stages: stages of software pipelines.
+        options: further options of the compiler, such as ``maxnreg``.
+        constants: the kernel's ``constexpr`` parameters.
+
+    Returns:
+        What ``out`` describes.
+    """
+    aliases = dict(aliases or {})
+    if interpreter is not None:
+        single = hasattr(out, "shape")
+        outs = interpreter(kernel, operands, [out] if single else list(out), grid, aliases, constants)
+        return outs[0] if single else tuple(outs)
+    import jax_triton
+
+    teach_gluon()
+    with warnings.catch_warnings():
+        # The Refs that the warning recommends cannot be made inside a branch of platform_dependent.
+        warnings.filterwarnings("ignore", message="input_output_aliases is deprecated", category=DeprecationWarning)
+        return jax_triton.triton_call(
+            *operands,
+            kernel=kernel,
+            out_type=out,
+            grid=grid,
+            name=kernel.fn.__name__,
+            input_output_aliases=aliases,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            compute_capability=capability(),
+            backend_options=dict(options or {}),
+            has_side_effect=_kept.get(),
+            **constants,
+        )

@@ -1,0 +1,55 @@
+"""How the Triton kernels cut rows into pieces, and which rows they cannot cut; needs no Triton."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..layouts import KVLayout
+
+CHUNK = 128  # most dims of one matrix product
+
+
+def _powers(width: int) -> tuple[int, ...]:
+    """Powers of two, falling and at most ``CHUNK``, that sum to ``width``."""
+    out: list[int] = []
+    while width:
+        out.append(min(CHUNK, 1 << (width.bit_length() - 1)))
+        width -= out[-1]
+    return tuple(out)
+
+
+def chunks(layout: KVLayout, v_dim: int) -> tuple[tuple[int, ...], int, int]:
+    """Widths of the chunks, how many are quantised, and how many are values."""
+    if layout.kind == "plain":
+        values = _powers(v_dim)
+        return values + _powers(layout.width - v_dim), 0, len(values)
+    codes = _powers(layout.nope)
+    widths = codes + _powers(layout.rope)
+    return widths, len(codes), len(codes) if layout.kind == "inline" else len(widths)
+
+
+def alignment(layout: KVLayout) -> int:
+    return math.gcd(16, layout.page_stride, layout.row_bytes)
+
+
+def refuses(shapes: Mapping[str, Any]) -> str | None:
+    """Why the kernel cannot serve, or None; see ``launch.register``."""
+    layouts, v_dim = shapes["_layouts"], shapes["v_dim"]
+    first = layouts[0]
+    for layout in layouts:
+        if any(
+            getattr(layout, name) != getattr(first, name) for name in ("kind", "nope", "rope", "tile", "value_dtype")
+        ):
+            return "two pools must hold rows of one form"
+        if alignment(layout) < (4 if layout.kind == "inline" else 2):
+            return f"rows must lie at multiples of 4 bytes, the page stride is {layout.page_stride}"
+    if first.value_dtype == "float32" or shapes["q"] == "float32":
+        return "the products are bfloat16, too coarse for float32"
+    widths, codes, _ = chunks(first, v_dim)
+    if min(widths) < 16 or len(widths) > 12:
+        return f"rows must be sums of a few powers of two from 16 on, got {first.nope} + {first.rope} and {v_dim=}"
+    if codes and (first.tile & (first.tile - 1) or (first.kind == "inline" and first.tile < CHUNK)):
+        return f"the tile of a scale must be a power of two, for inline rows at least {CHUNK}; got {first.tile}"
+    if first.kind == "inline" and first.scale_form == "float32" and shapes["H"] > 16:
+        return "inline rows with float32 scales and more than 16 heads are faster in XLA"
+    return None

@@ -1,0 +1,223 @@
+"""Sparse attention on a GPU: thousands of rows of every kind against float32, repeats, far ends of large pools."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmla.kernels import Epilogue, kv_pack, sparse_mla
+from jmla.kernels.layouts import footer584, gather_rows, inline656, plain
+from jmla.kernels.shapes import ATTENTION
+
+pytestmark = pytest.mark.gpu
+ROWS = 96
+
+LAYOUTS = [
+    (inline656(64), None),
+    (inline656(61), None),
+    (inline656(2), inline656(256)),
+    (footer584(256), footer584(64)),
+    (footer584(64, padded=False), footer584(2)),
+    (footer584(61), None),
+    (plain(576, "bfloat16", 64), None),
+    (plain(512, "bfloat16", 61), plain(512, "bfloat16", 2)),
+]
+HEADS = [1, 4, 43, 64, 128]
+COLUMNS = [1, 133, 640]
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs an NVIDIA GPU: the interpreter would take hours")
+
+
+@functools.lru_cache(maxsize=16)
+def random_pool(layout, pages):
+    """Rows of values below 1, and NaN bytes wherever no row is stored."""
+    rows = 0.3 * jax.random.normal(jax.random.key(layout.page_size), (pages * layout.page_size, layout.width))
+    pool = layout.zeros(pages)
+    if layout.kind != "plain":
+        pool = pool | jnp.uint8(0xFF)
+    slots = np.arange(len(rows), dtype=np.int32)
+    slots[5::7] = -1  # every seventh slot stays NaN, and is never attended
+    return kv_pack(rows, slots, pool, layout=layout, implementation="xla")
+
+
+def random_slots(rng, layout, pages, columns):
+    """Slots and lengths of rows of every kind: full, empty, short, with holes at random, leading, or everywhere."""
+    slots = rng.integers(0, pages * layout.page_size, (ROWS, columns)).astype(np.int32)
+    slots = np.where(slots % 7 == 5, slots - 1, slots)
+    lengths = rng.integers(0, columns + 1, ROWS).astype(np.int32)
+    slots[rng.random(slots.shape) < 0.1] = -1
+    lengths[0], lengths[1], lengths[2:10] = columns, 0, columns
+    slots[2] = -1
+    slots[3, : columns // 2 + 1] = -1
+    slots[4, columns // 2 :] = -1
+    slots[5] = 2**31 - 1
+    slots[6] = -7
+    slots[7] = max(slots[7].max(), 0)  # one slot again and again
+    lengths[10:12] = -3, 2**30
+    return slots, lengths
+
+
+@functools.partial(jax.jit, static_argnames=("layouts", "scale", "v_dim"))
+def reference(q, pools, slots, sinks, *, layouts, scale, v_dim):
+    """The formula in float32 at the highest precision, over unpacked rows."""
+    keys = jnp.concatenate(
+        [gather_rows(p, s, layout) for p, s, layout in zip(pools, slots, layouts, strict=True)], axis=1
+    )
+    taken = jnp.concatenate(slots, axis=1) >= 0
+    keys = jnp.where(taken[..., None], keys, 0)
+    logits = jnp.einsum("rhd,rkd->rhk", q.astype(jnp.float32), keys, precision="highest") * scale
+    logits = jnp.where(taken[:, None], logits, -jnp.inf)
+    lse = jax.scipy.special.logsumexp(logits, axis=-1)
+    finite = jnp.where(jnp.isinf(lse), 0, lse)
+    weights = jnp.where(taken[:, None], jnp.exp(logits - finite[..., None]), 0)
+    out = jnp.einsum("rhk,rkd->rhd", weights, keys[..., :v_dim], precision="highest")
+    return out * jax.nn.sigmoid(finite - sinks)[..., None], lse
+
+
+def counted(slots, lengths, capacity):
+    slots = np.where(np.arange(slots.shape[1]) < lengths[:, None], slots, -1)
+    return np.where((slots >= 0) & (slots < capacity), slots, -1)
+
+
+GRID = [
+    (layouts, HEADS[i % 5], columns) for i, (layouts, columns) in enumerate(itertools.product(LAYOUTS, COLUMNS))
+] + [(layouts, heads, 133) for layouts in LAYOUTS[:5] for heads in (64, 128)]
+
+
+@pytest.mark.parametrize("number", range(len(GRID)))
+def test_grid(number):
+    """96 rows a case, 3,264 in all: heads, layouts, page sizes, widths, lengths, holes, sinks, one and two sources."""
+    case, heads, columns = GRID[number]
+    deterministic = True if number % 3 == 0 else None
+    layout, extra_layout = case
+    rng = np.random.default_rng(heads * 1000 + columns)
+    v_dim = 512
+    pages = -(-300 // layout.page_size)
+    layouts, pools = (layout,), (random_pool(layout, pages),)
+    slots, lengths = random_slots(rng, layout, pages, columns)
+    shown, extra = [counted(slots, lengths, pages * layout.page_size)], None
+    if extra_layout is not None:
+        more = -(-300 // extra_layout.page_size)
+        layouts, pools = (layout, extra_layout), (*pools, random_pool(extra_layout, more))
+        extra_slots, extra_lengths = random_slots(rng, extra_layout, more, 200)
+        extra = (pools[1], extra_layout, extra_slots, extra_lengths)
+        shown.append(counted(extra_slots, extra_lengths, more * extra_layout.page_size))
+    q = jnp.asarray(rng.normal(size=(ROWS, heads, layout.width)), jnp.bfloat16)
+    sinks = jnp.asarray(rng.normal(size=heads), jnp.float32).at[0].set(-jnp.inf)
+    call = functools.partial(
+        sparse_mla,
+        layout=layout,
+        scale=0.05,
+        v_dim=v_dim,
+        sinks=sinks,
+        deterministic=deterministic,
+        implementation="triton",
+    )
+    got = jax.jit(lambda *xs: call(*xs, extra=extra))(q, pools[0], slots, lengths)
+    want = reference(q, pools, tuple(shown), sinks, layouts=layouts, scale=0.05, v_dim=v_dim)
+    (out, lse), (expected, expected_lse) = [[np.asarray(x, np.float64) for x in pair] for pair in (got, want)]
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected_lse))
+    error = np.abs(out - expected)
+    assert ((error <= 1e-3) | (error <= 2.01 / 128 * np.abs(expected))).all(), error.max()
+    if expected.any():
+        assert 1 - 2 * np.sum(out * expected) / np.sum(out**2 + expected**2) <= 5e-6
+    some = np.isfinite(expected_lse)
+    error = np.abs(lse - expected_lse)[some]
+    assert ((error <= 1e-6) | (error <= 8.01 / 65536 * np.abs(expected_lse[some]))).all(), error.max()
+
+
+def inputs(shape, rows, seed=0):
+    layouts = [layout for layout in (shape.layout, shape.extra_layout) if layout is not None]
+    pages = [-(-4096 // layout.page_size) for layout in layouts]
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q = jax.random.normal(keys[0], (rows, shape.heads, shape.width)).astype(jnp.bfloat16)
+    slots = [
+        7 * jax.random.randint(key, (rows, width), 0, count * layout.page_size // 7, jnp.int32)
+        for key, width, count, layout in zip(
+            keys[1:], (shape.columns, shape.extra_columns), pages, layouts, strict=False
+        )
+    ]
+    return q, [random_pool(layout, count) for layout, count in zip(layouts, pages, strict=True)], slots
+
+
+def attend(shape, q, pools, slots, **options):
+    extra = None if len(pools) == 1 else (pools[1], shape.extra_layout, slots[1], None)
+    sinks = jnp.ones(shape.heads) if shape.sinks else None
+    return sparse_mla(
+        q, pools[0], slots[0], layout=shape.layout, scale=shape.scale, extra=extra, sinks=sinks, **options
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("name", ["v3.2", "v4-flash-csa", "v4-pro-csa"])
+def test_twenty_repeats_are_bitwise_equal(name, rows):
+    shape = ATTENTION[name]
+    q, pools, slots = inputs(shape, rows)
+    call = jax.jit(functools.partial(attend, shape, implementation="triton"))
+    first = jax.tree.map(np.asarray, call(q, pools, slots))
+    assert np.isfinite(first[0].astype(np.float32)).all()
+    for _ in range(19):
+        for x, y in zip(first, call(q, pools, slots), strict=True):
+            np.testing.assert_array_equal(x, np.asarray(y))
+
+
+@pytest.mark.parametrize("name", ["v3.2", "v4-flash-csa"])
+def test_deterministic_rows_do_not_depend_on_their_mates_or_on_padding(name):
+    shape = ATTENTION[name]
+    q, pools, slots = inputs(shape, 9)
+    call = jax.jit(functools.partial(attend, shape, implementation="triton", deterministic=True))
+    whole, _ = call(q, pools, slots)
+    alone, _ = call(q[4:5], pools, [s[4:5] for s in slots])
+    padded, _ = call(q, pools, [jnp.pad(s, ((0, 0), (0, 100)), constant_values=-1) for s in slots])
+    np.testing.assert_array_equal(np.asarray(whole[4:5]), np.asarray(alone))
+    if len(slots) == 1:
+        np.testing.assert_array_equal(np.asarray(whole), np.asarray(padded))
+
+
+@pytest.mark.parametrize("layout", [inline656(64), footer584(64)], ids=lambda layout: layout.name)
+def test_far_end_of_a_large_pool(layout):
+    """Rows past byte 2^31 are read where they are."""
+    pages = (5 << 29) // layout.page_stride
+    near = random_pool(layout, 16)
+    slots = np.array([[i for i in range(16 * layout.page_size) if i % 7 != 5]], np.int32)
+    q = jax.random.normal(jax.random.key(1), (1, 64, layout.width)).astype(jnp.bfloat16)
+    far = jax.jit(lambda x: jnp.full((pages, layout.page_stride), 0xFF, jnp.uint8).at[-16:].set(x))(near)
+    call = functools.partial(sparse_mla, layout=layout, scale=0.05, implementation="triton")
+    expected, _ = jax.jit(call)(q, near, slots)
+    got, _ = jax.jit(call)(q, far, slots + (pages - 16) * layout.page_size)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+
+
+@pytest.mark.parametrize(("block", "form"), [(128, "fp32"), (32, "ue8m0")])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_epilogue(rows, block, form):
+    """The fused epilogue against XLA's: codes within one step, equal scales of padding."""
+    shape = ATTENTION["v4-flash-csa"]
+    q, pools, slots = inputs(shape, rows)
+    angles = jax.random.uniform(jax.random.key(2), (rows, 32), maxval=6.28)
+    cos_sin = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    epilogue = Epilogue(cos_sin, groups=8, block=block, scale_form=form)
+    results = [
+        jax.jit(functools.partial(attend, shape, epilogue=epilogue, implementation=name))(q, pools, slots)
+        for name in ("triton", "xla")
+    ]
+    (got, lse), (want, want_lse) = jax.tree.map(np.asarray, results)
+    np.testing.assert_allclose(lse, want_lse, rtol=8.01 / 65536)
+    assert got.scales.shape == want.scales.shape
+    steps = np.abs(ordered(got.codes) - ordered(want.codes))
+    assert np.mean(steps > 1) < 1e-3
+    assert np.mean(steps > 0) < 0.2
+    np.testing.assert_array_equal(got.scales[..., rows:], 0)
+
+
+def ordered(codes):
+    """e4m3 codes as integers in the order of their values."""
+    bits = codes.view(np.uint8).astype(np.int32)
+    return np.where(bits & 0x80, -(bits & 0x7F), bits)
