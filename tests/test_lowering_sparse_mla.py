@@ -13,7 +13,7 @@ from tests import lowering
 
 # Bytes that a thread spills, measured with Triton 3.6 and 3.9, rounded up.
 SPILLS = {90: 1400, 100: 1500, 120: 300}
-SPILLS_OF_HOPPER = 128  # of the kernel whose warps have roles
+SPILLS_OF_HOPPER = 32  # of the kernel whose warps have roles
 
 
 def arguments(shape: AttentionShape, rows: int, heads: int) -> list[Any]:

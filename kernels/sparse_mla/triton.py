@@ -670,6 +670,7 @@ def _launch_hopper(
     from . import gluon
 
     first, last = sources[0], sources[-1]
+    right, producers = gluon.REGISTERS[constants.kind]
 
     def given(x: jax.Array | None) -> jax.Array:  # its programs take no None: any array stands in for what is not read
         return first.indices if x is None else x
@@ -696,8 +697,8 @@ def _launch_hopper(
         OUT_SCALE=out_scale is not None and constants.direct,
         LENGTHS=(first.lengths is not None, last.lengths is not None),
         WARPS=gluon.PRODUCERS,
-        RIGHT_REGISTERS=160,
-        PRODUCER_REGISTERS=80,
+        RIGHT_REGISTERS=right,
+        PRODUCER_REGISTERS=producers,
     )
 
 
