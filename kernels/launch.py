@@ -22,28 +22,43 @@ _kept = contextvars.ContextVar("kept", default=False)
 
 
 @functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("jax_triton") is not None and importlib.util.find_spec("triton") is not None
+def _broken() -> str | None:
+    """Why jax-triton cannot be used, or None."""
+    if importlib.util.find_spec("jax_triton") is None or importlib.util.find_spec("triton") is None:
+        return "jax-triton is not installed (it comes with the extras cuda13 and cuda12)"
+    try:
+        importlib.import_module("jax_triton")
+    except Exception as error:  # a version of Triton that it does not fit must not stop what runs without it
+        return f"jax-triton cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def unavailable(target: dispatch.Target) -> str | None:
-    """Why Triton kernels cannot serve a target, or None; imports nothing."""
-    if not _installed():
-        return "jax-triton is not installed (it comes with the extras cuda13 and cuda12)"
-    capability = target.compute_capability
-    if capability is not None and capability < MIN_CAPABILITY:
-        return f"needs compute capability {MIN_CAPABILITY / 10} or later, the target has {capability / 10}"
+    """Why Triton kernels cannot serve a target, or None."""
+    if reason := _broken():
+        return reason
+    known = target.compute_capability
+    if known is None:  # under jit, without a mesh: what is there will be the target
+        known = _first_gpu()
+    if known < MIN_CAPABILITY:
+        return f"needs compute capability {MIN_CAPABILITY / 10} or later, the target has {known / 10}"
     return None
+
+
+@functools.cache
+def _first_gpu() -> int:
+    """Compute capability of the first GPU of the process, ``MIN_CAPABILITY`` where there is none."""
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return MIN_CAPABILITY
+    return dispatch.gpu_target(getattr(device, "compute_capability", None)).compute_capability or MIN_CAPABILITY
 
 
 def capability() -> int:
     """Compute capability that a kernel is being made for: the target's, else that of the first GPU, else 90."""
-    if (stated := dispatch.current_target().compute_capability) is not None:
-        return stated
-    for device in jax.local_devices():
-        if device.platform == "gpu":
-            return dispatch.gpu_target(getattr(device, "compute_capability", None)).compute_capability or MIN_CAPABILITY
-    return MIN_CAPABILITY
+    stated = dispatch.current_target().compute_capability
+    return _first_gpu() if stated is None else stated
 
 
 def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | None] | None = None) -> None:

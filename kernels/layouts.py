@@ -41,7 +41,8 @@ class KVLayout:
         page_stride: bytes a page.
         tile: values under one scale; the last tile may be shorter.
         value_dtype: dtype of the leading values.
-        scale_form: how the writer forms scales; readers take both forms.
+        scale_form: how the writer forms scales. Readers take both forms; a kernel may read those of a "power_of_two"
+            layout in bfloat16, so that a pool of other scales should be read by a "float32" layout.
         min_amax: the writer raises the largest magnitude of a tile to this.
         hadamard: index rows, and the queries that meet them, are rotated by the orthonormal Hadamard matrix.
     """

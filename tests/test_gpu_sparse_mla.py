@@ -168,6 +168,14 @@ def test_twenty_repeats_are_bitwise_equal(name, rows):
             np.testing.assert_array_equal(x, np.asarray(y))
 
 
+def test_no_rows():
+    shape = ATTENTION["v4-flash-csa"]
+    q, pools, slots = inputs(shape, 1)
+    call = jax.jit(functools.partial(attend, shape, implementation="triton"))
+    out, lse = call(q[:0], pools, [s[:0] for s in slots])
+    assert (out.shape, lse.shape) == ((0, 64, 512), (0, 64))
+
+
 @pytest.mark.parametrize("name", ["v3.2", "v4-flash-csa"])
 def test_deterministic_rows_do_not_depend_on_their_mates_or_on_padding(name):
     shape = ATTENTION[name]

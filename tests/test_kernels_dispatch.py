@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jmla import kernels
-from jmla.kernels import checks, dispatch, layouts
+from jmla.kernels import checks, dispatch, launch, layouts
 
 
 @pytest.fixture
@@ -211,3 +211,14 @@ def test_host_integers_are_checked_before_jax_cuts_them() -> None:
     for bad in ([0.5], np.array([True]), jnp.array([1.0])):
         with pytest.raises(TypeError, match="int32"):
             checks.int32_array("x", bad)
+
+
+def test_triton_is_left_out_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a known target, as under jit, the GPU that is there decides; a broken installation is a reason too."""
+    monkeypatch.setattr(launch, "_broken", lambda: None)
+    monkeypatch.setattr(launch, "_first_gpu", lambda: 80)
+    assert "compute capability 9.0" in str(launch.unavailable(dispatch.Target()))
+    assert "compute capability 9.0" in str(launch.unavailable(dispatch.Target("cuda", 89)))
+    assert launch.unavailable(dispatch.Target("cuda", 120)) is None
+    monkeypatch.setattr(launch, "_broken", lambda: "jax-triton cannot be imported")
+    assert launch.unavailable(dispatch.Target("cuda", 120)) == "jax-triton cannot be imported"

@@ -593,6 +593,7 @@ def test_bad_arguments():
         (ValueError, "kv_scale", lambda: call(q, pool, indices, kv_scale=1.0)),
         (ValueError, "kv_scale", lambda: call(q, pool, indices, kv_scale=(None, None))),
         (ValueError, "v_dim", lambda: call(q, pool, indices, v_dim=9)),
+        (ValueError, "out_scale", lambda: call(q, pool, indices, out_scale=np.ones((2, 1), np.float32))),
         (
             ValueError,
             "extra",

@@ -31,3 +31,11 @@ def test_selection(name, rows, n, dtype, kernels, capability):
     for kernel in compiled:
         assert kernel.spills <= SPILLED[capability], kernel
         assert kernel.registers <= 128, kernel
+
+
+def test_every_pass_shortens_the_row():
+    """The widest choice that is served, of a row just too wide for one program, is traced to its end."""
+    from jmla.kernels.top_k import triton
+
+    scores = jax.ShapeDtypeStruct((2, 40_000), jnp.float32)
+    assert jax.eval_shape(lambda x: triton.top_k(x, None, k=16_384), scores).shape == (2, 16_384)

@@ -22,8 +22,10 @@ def _triton_refuses(shapes: Mapping[str, Any]) -> str | None:
         return "has no product of float32 keys"
     if shapes["layout"].startswith("plain") and shapes["q"] != "bfloat16":
         return f"meets plain keys with bfloat16 queries, not {shapes['q']}"
-    if not shapes["layout"].startswith("plain") and (shapes["page"] % 4 or shapes["footer"] % 4):
-        return "reads scales at multiples of 4 bytes only"
+    if shapes["page"] % 4 or shapes["footer"] % 4:
+        return "reads pages and scales at multiples of 4 bytes only"
+    if shapes["_tiles"] > 1:
+        return "reads one scale a row"
     return None
 
 
@@ -104,6 +106,7 @@ def index_scores(
         "q": q.dtype.name,
         "page": layout.page_stride,
         "footer": layout.footer_offset,
+        "_tiles": layout.num_tiles,
     }
     arrays = (jnp.asarray(q), jnp.asarray(weights), jnp.asarray(pool), start, end, table)
     scores = dispatch.call("index_scores", implementation, shapes, *arrays, layout=layout)

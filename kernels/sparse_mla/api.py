@@ -47,10 +47,12 @@ def sparse_mla(
     and so is whatever else is out of range. A slot named twice counts twice. What takes no part never matters, even
     where it is NaN. A row in which nothing takes part gives 0 and lse -inf.
 
-    A row's result is bitwise the same whatever rows stand beside it and however wide its index row is padded ("triton":
-    with ``deterministic``; else up to rounding). Scales are read as full float32, but for "triton" on sm_90 in inline
-    layouts whose ``scale_form`` is "power_of_two": there they are read in bfloat16, which is exact for such scales.
-    Products are of bfloat16 values; "triton" leaves float32 queries and pools to "xla".
+    A row's result is bitwise the same whatever rows stand beside it and, with "xla", however wide its index row is
+    padded. With "triton" that takes ``deterministic``, and index rows of the same widths; else it holds up to rounding.
+
+    "triton" multiplies bfloat16 values, and leaves float32 queries and pools to "xla". Scales are read as full float32,
+    but on sm_90 in inline layouts whose ``scale_form`` is "power_of_two": there they are read in bfloat16, which is
+    exact for such scales. A NaN code under a finite scale, which no writer makes, it may read as 480.
     Differentiable in ``q``, ``sinks`` and typed plain pools. ``jax.vmap`` works.
 
     Args:
@@ -68,7 +70,9 @@ def sparse_mla(
         v_dim: width of the values; default: ``layout.nope`` for inline rows, else D.
         epilogue: makes the output a ``Quantised`` of the rows in order, see ``Epilogue``.
         validate: check values too: indices that are neither -1 nor slots, lengths past K, NaN among the sinks.
-        deterministic: whether splits may depend on the device only, not on the values; "xla" always is.
+        deterministic: whether a row is always cut into shares of 512 columns ("triton"); else the number of shares
+            depends on the shapes, and their size on the row's lengths. Either way results repeat bitwise. "xla" has no
+            shares.
         implementation: "triton" or "xla", or None for the best.
 
     Returns:
@@ -103,6 +107,8 @@ def sparse_mla(
         if q.dtype != jnp.float8_e4m3fn:
             raise ValueError(f"Expected q_scale only with float8_e4m3fn q, got {q.dtype}")
         q_scale = jnp.broadcast_to(jnp.asarray(q_scale, jnp.float32), (*lead, heads)).reshape(rows, heads)
+    if out_scale is not None and jnp.ndim(out_scale):
+        raise ValueError(f"Expected out_scale to be a scalar, got shape {list(jnp.shape(out_scale))}")
     if epilogue is not None:
         check_epilogue(epilogue, tuple(lead), heads, v_dim)
         epilogue = epilogue.flatten()

@@ -7,6 +7,7 @@ from typing import Any
 from ..layouts import KVLayout
 
 CHUNK = 128  # most dims of one matrix product
+WIDEST = 640  # values of a row
 
 
 def _powers(width: int) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def refuses(shapes: Mapping[str, Any]) -> str | None:
         ):
             return "two pools must hold rows of one form"
         if alignment(layout) < (4 if layout.kind == "inline" else 2):
-            return f"rows must lie at multiples of 4 bytes, the page stride is {layout.page_stride}"
+            return f"rows must lie at multiples of their values' bytes, the page stride is {layout.page_stride}"
     if first.value_dtype == "float32" or shapes["q"] == "float32":
         return "the products are bfloat16, too coarse for float32"
     widths, codes, _ = chunks(first, v_dim)
@@ -50,6 +51,8 @@ def refuses(shapes: Mapping[str, Any]) -> str | None:
         return f"rows must be sums of a few powers of two from 16 on, got {first.nope} + {first.rope} and {v_dim=}"
     if codes and (first.tile & (first.tile - 1) or (first.kind == "inline" and first.tile < CHUNK)):
         return f"the tile of a scale must be a power of two, for inline rows at least {CHUNK}; got {first.tile}"
-    if first.kind == "inline" and first.scale_form == "float32" and shapes["H"] > 16:
+    if sum(widths) > WIDEST:
+        return f"rows of up to {WIDEST} values fit in shared memory, got {sum(widths)}"
+    if first.kind == "inline" and any(x.scale_form == "float32" for x in layouts) and shapes["H"] > 16:
         return "inline rows with float32 scales and more than 16 heads are faster in XLA"
     return None

@@ -27,9 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 _barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-HEADS = 64
-BLOCK = 64
-HALF = 256
 PRODUCERS = 8  # warps
 # Registers of a thread of the second consumer and of the producers, by kind of rows; the first consumer has what these
 # leave of 512 (the producers count twice). Found by spills: 8 registers fewer for a consumer cost a third of the time.

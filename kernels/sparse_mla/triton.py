@@ -594,6 +594,9 @@ def _sparse_mla(
     deterministic: bool | None = None,
 ) -> tuple[Any, jax.Array]:
     rows, heads, _ = q.shape
+    if rows == 0 or heads == 0:
+        options: dict[str, Any] = {"scale": scale, "v_dim": v_dim, "out_dtype": out_dtype}
+        return xla.sparse_mla(q, sources, sinks, q_scale, out_scale, epilogue, **options)
     if isinstance(scale, jax.Array):  # an array cannot be compiled in
         q_scale = jnp.broadcast_to(scale * (1.0 if q_scale is None else q_scale), (rows, heads)).astype(jnp.float32)
         scale = 1.0
