@@ -1,29 +1,18 @@
 """Single values from a caller, each kind checked and worded in one place."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 
 import jax
 import numpy as np
 
-from jmla.models.config.common import INT32_MAX, shown
-
-_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+from jmla.models.config.common import FLOAT32_MAX, FLOAT32_TINY, INT32_MAX, shown
+from jmla.models.options import as_integer
 
 
 def _scalar(value: Any) -> Any:
     """What a NumPy scalar or an array without axes holds; anything else as it is."""
     return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 else value
-
-
-def as_integer(value: Any) -> int | None:
-    """The integer that a value is, of whatever type; None if it is none, as ``True``, ``1.0`` and ``[1]``."""
-    try:
-        scalar = _scalar(value)
-        return None if isinstance(scalar, bool) else operator.index(scalar)
-    except TypeError:
-        return None
 
 
 def check_integer(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
@@ -50,7 +39,7 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
         number = float(scalar) if isinstance(scalar, SupportsFloat) and not listed else np.nan
     except (TypeError, ValueError, OverflowError):
         number = np.nan
-    held = number == 0 or _SMALLEST <= abs(number) <= _LARGEST
+    held = number == 0 or FLOAT32_TINY <= abs(number) <= FLOAT32_MAX
     if not (held and low <= number <= high) or (low_open and number == low):
         least = f"{low:g} <{'' if low_open else '='} " if np.isfinite(low) else ""
         most = f" <= {high:g}" if np.isfinite(high) else ""

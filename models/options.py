@@ -32,6 +32,14 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def as_integer(value: Any) -> int | None:
+    """The integer that a value is, of whatever type; None if it is none, as ``True``, ``1.0`` and ``[1]``."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_integer(name: str, value: Any, high: int, limit: str) -> int:
     """A positive integer of any type.
 
@@ -44,11 +52,8 @@ def check_integer(name: str, value: Any, high: int, limit: str) -> int:
     Raises:
         ValueError: no integer, or not in ``1..high``.
     """
-    try:
-        number = operator.index(value) if not isinstance(value, bool) else 0
-    except TypeError:
-        number = 0
-    if not 1 <= number <= high:
+    number = as_integer(value)
+    if number is None or not 1 <= number <= high:
         raise ValueError(f"Expected {name}={shown(value)} to be an integer in 1..{high}, {limit}")
     return number
 

@@ -1,7 +1,6 @@
 """Index scores against a float64 reference, and against themselves in other batches, chunks and page tables."""
 
 import dataclasses
-import os
 from functools import partial
 
 import jax
@@ -18,43 +17,6 @@ from jmla.kernels.shapes import INDEX
 
 _run = run = jax.jit(index_scores, static_argnames=("layout", "implementation"))
 PLAIN = plain(16, "float32", 4)
-
-
-def _mend_interpreter():
-    """Gives Triton's interpreter right e4m3 conversions, and in Triton 3.6 loops whose bounds are tensors."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder, handle, patch = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter._patch_lang_tensor
-    convert, multiply = builder.create_fp_to_fp, builder.create_dot
-
-    def widen(x):
-        if x.dtype.scalar != tl.float8e4nv:
-            return x
-        return handle(x.data.view(ml_dtypes.float8_e4m3fn).astype(np.float32), tl.float32)
-
-    def create_fp_to_fp(self, source, target, rounding):
-        source = widen(source)
-        if target.scalar == tl.float8e4nv:
-            codes = source.data.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
-            return handle(codes.view(np.uint8), tl.float8e4nv)
-        return source if target.scalar == source.dtype.scalar else convert(self, source, target, rounding)
-
-    def create_dot(self, a, b, *rest):
-        return multiply(self, widen(a), widen(b), *rest)
-
-    def patch_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    builder.create_fp_to_fp, builder.create_dot = create_fp_to_fp, create_dot
-    interpreter._patch_lang_tensor = patch_tensor
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests import triton_interpreter  # noqa: F401 (mends other things first)
-
-    _mend_interpreter()
 
 
 @pytest.fixture

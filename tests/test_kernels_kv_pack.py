@@ -25,24 +25,6 @@ pack = jax.jit(kernels.kv_pack, static_argnames=STATIC)
 unpack = jax.jit(kernels.kv_unpack, static_argnames="layout")
 
 
-@pytest.fixture(autouse=True)
-def _exact_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts what does not fit e4m3; the hardware rounds to even and saturates."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    cut = interpreter._convert_float
-
-    def convert(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-        if source != tl.float32 or target != tl.float8e4nv:
-            return cut(data, source, target, mode)
-        return np.clip(data.view(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-
-
 def on_device() -> None:
     """Leaves out what only a real device can show."""
     if all(device.platform != "gpu" for device in jax.devices()):

@@ -4,6 +4,7 @@ Only in a process that was started with TRITON_INTERPRET=1, which Triton reads w
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,19 +20,22 @@ _RAW = {  # NumPy has no name for these; Triton goes by the name of the dtype
 
 
 def _mend() -> None:
-    """Gives the interpreter of Triton 3.9 what it gets wrong of bf16.
+    """Gives the interpreter what it gets wrong of narrow floats (3.6, 3.9) and of loops with tensors as bounds (3.6).
 
-    It multiplies the bits of bf16 operands of a dot as integers, and rounds float32 to bf16 towards zero.
+    It multiplies the bits of bf16 operands of a dot as integers, rounds float32 to bf16 towards zero, and cuts what
+    does not fit e4m3, where the hardware rounds to even and saturates.
     """
     from triton.runtime import interpreter
 
-    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    multiply, cast = builder.create_dot, builder.cast_impl
+    builder, handle_of, patch = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter._patch_lang_tensor
+    multiply, cast, convert = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
 
     def widen(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return handle_of((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if handle.dtype.scalar == tl.bfloat16:
+            return handle_of((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if handle.dtype.scalar == tl.float8e4nv:
+            return handle_of(handle.data.view(ml_dtypes.float8_e4m3fn).astype(np.float32), tl.float32)
+        return handle
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return multiply(self, widen(a), widen(b), *rest)
@@ -41,11 +45,29 @@ def _mend() -> None:
             return handle_of(source.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
         return cast(self, source, target)
 
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source.dtype.scalar, target.scalar):
+            return convert(self, source, target, rounding)
+        source = widen(source)
+        if target.scalar == tl.float8e4nv:
+            codes = source.data.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+            return handle_of(codes.view(np.uint8), tl.float8e4nv)
+        return source if target.scalar == tl.float32 else cast_impl(self, source, target)
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
     builder.create_fp_trunc = cast_impl
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 _mend()
+# Kernels run in a thread of their own: in those of XLA on the CPU the smallest numbers are zeros for NumPy. It is
+# started here, so that it takes its modes from a thread of Python.
+_thread = ThreadPoolExecutor(1)
+_thread.submit(int).result()
 
 
 class _Memory:
@@ -113,4 +135,8 @@ def run(
         return outs
 
     shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in out]
-    return list(jax.pure_callback(host, shapes, *(operands[i] for i in traced)))
+
+    def elsewhere(*arrays: Any) -> list[np.ndarray]:
+        return _thread.submit(host, *arrays).result()
+
+    return list(jax.pure_callback(elsewhere, shapes, *(operands[i] for i in traced)))

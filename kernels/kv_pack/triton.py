@@ -12,7 +12,7 @@ import triton.language as tl
 from ..fallback import with_xla_rules
 from ..launch import launch
 from ..layouts import MAX_SLOTS, KVLayout
-from ..quant import E4M3_MAX, TINY
+from ..quant_triton import tile_scale
 from . import xla
 from .plan import Plan
 
@@ -20,8 +20,6 @@ PROGRAM_VALUES = 1024  # of a program
 THREAD_VALUES = 16  # of a thread
 
 _DTYPES = {"bfloat16": tl.bfloat16, "float32": tl.float32, "float8_e4m3fn": tl.float8e4nv}
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_TINY = tl.constexpr(TINY)
 _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 
 
@@ -76,22 +74,6 @@ def _hadamard(x, WIDTH: tl.constexpr):
         difference = tl.sum(tl.where(first, pairs, -pairs), axis=2, keep_dims=True)
         x = tl.reshape(tl.where(first, total, difference), shape)
     return x * WIDTH**0.5
-
-
-@triton.jit
-def _scale(amax, P: tl.constexpr):
-    """Scales of tiles and their reciprocals, from the bits of the largest magnitudes; see ``quant.tile_scale``."""
-    if P.layout.scale_form == "power_of_two":
-        exponent = (amax >> 23) - 8 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.where(amax > 0, tl.maximum(exponent, 1), 0)
-        nan = amax > 0x7F800000
-        scale = tl.where(nan, amax, exponent << 23)
-        inverse = tl.where(nan, amax, tl.where(exponent > 0, (254 - exponent) << 23, 0))
-        return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
-    else:
-        scale = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full(amax.shape, _E4M3_MAX, tl.float32))
-        scale = tl.where(scale < _TINY, 0.0, scale)
-        return scale, tl.where(scale == 0.0, 0.0, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale))
 
 
 @triton.jit
@@ -163,7 +145,7 @@ def _pack(
         x = tl.reshape(x, [ROWS, P.tiles_block, P.tile_block])
         # The bits of magnitudes are in their order, and a NaN is above them all.
         amax = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), P.least)
-        scale, inverse = _scale(amax, P)
+        scale, inverse = tile_scale(amax, P.layout.scale_form == "power_of_two")
         codes = tl.reshape((x * inverse[:, :, None]).to(tl.float8e4nv), [ROWS, HEAD])  # saturates at +-448
         tl.store(data[:, None] + column[None, :], codes.to(tl.uint8, bitcast=True), mask=valid & inside[None, :])
         tile = tl.arange(0, P.tiles_block)

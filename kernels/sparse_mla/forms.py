@@ -6,6 +6,20 @@ from typing import Any
 
 from ..layouts import KVLayout
 
+LOG2E, LN2 = math.log2(math.e), math.log(2)  # the kernels' exponentials are of base 2
+# PTX that moves the bits of the four e4m3 codes in $2 into those of bf16 values, 2^-120 times as large: codes 0 and 1
+# in c, codes 2 and 3 in d. (A conversion instruction would take longer.)
+PLACE = """
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    and.b32 c, c, 0x07f007f0;
+    and.b32 d, d, 0x07f007f0;
+    lop3.b32 c, a, 0x80008000, c, 0xEA;
+    lop3.b32 d, b, 0x80008000, d, 0xEA;
+"""
 CHUNK = 128  # most dims of one matrix product
 WIDEST = 640  # values of a row
 

@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import forms
+
 # Triton 3.9 renames two of the functions that 3.6 has.
 _barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -31,34 +33,9 @@ PRODUCERS = 8  # warps
 # Registers of a thread of the second consumer and of the producers, by kind of rows; the first consumer has what these
 # leave of 512 (the producers count twice). Found by spills: 8 registers fewer for a consumer cost a third of the time.
 REGISTERS = {"footer": (160, 80), "inline": (160, 72)}
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+LOG2E, LN2 = gl.constexpr(forms.LOG2E), gl.constexpr(forms.LN2)
 UP = gl.constexpr(2.0**60)  # the factor that queries carry and outputs get back
-
-
-@gluon.jit
-def _placed(codes, factor):
-    """2^-120 times the values of four codes at a time, times bf16 factors."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07f007f0;
-        and.b32 d, d, 0x07f007f0;
-        lop3.b32 c, a, 0x80008000, c, 0xEA;
-        lop3.b32 d, b, 0x80008000, d, 0xEA;
-        mul.rn.bf16x2 $0, c, $3;
-        mul.rn.bf16x2 $1, d, $4;
-        }""",
-        "=r,=r,r,r,r",
-        [codes, factor],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+TIMES_SCALE = gl.constexpr(f"{{ {forms.PLACE} mul.rn.bf16x2 $0, c, $3; mul.rn.bf16x2 $1, d, $4; }}")
 
 
 @gluon.jit
@@ -160,7 +137,10 @@ def _store(keys, codes, low, high, valid, T: gl.constexpr, P: gl.constexpr):
         bits = gl.where(valid & (byte > 0), gl.where(byte == 255, 0x7FFF, bits), 0)
         factor = bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
     wide, _ = gl.broadcast(gl.expand_dims(factor, 1), codes.to(gl.bfloat16))
-    keys.slice(64 * (T % 4), 64, dim=1).store(_placed(codes, wide))
+    values = gl.inline_asm_elementwise(
+        TIMES_SCALE, "=r,=r,r,r,r", [codes, wide], dtype=gl.bfloat16, is_pure=True, pack=4
+    )
+    keys.slice(64 * (T % 4), 64, dim=1).store(values)
 
 
 @gluon.jit
@@ -247,20 +227,17 @@ def _produce(
 @gluon.jit
 def _write(staged, result, out, place, head, OFFSET: gl.constexpr, AL: gl.constexpr, P: gl.constexpr):
     """Stores half of the output ``[64, 256]``, through shared memory where it is the final one."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = WIDE if P.direct else AL
     if P.direct:
         half = staged.slice(OFFSET, 256, dim=1)
         half.store(result.to(gl.bfloat16))
         _barrier()
-        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-        d = gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE)) + OFFSET
-        at = out + place * 512 + gl.expand_dims(h, 1) * 512 + gl.expand_dims(d, 0)
-        gl.store(at, half.load(WIDE), mask=gl.expand_dims(h < P.heads, 1) & (gl.expand_dims(d, 0) >= 0))
-    else:
-        h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, AL))
-        d = gl.arange(0, 256, layout=gl.SliceLayout(0, AL)) + OFFSET
-        at = out + place * 512 + gl.expand_dims(h, 1) * 512 + gl.expand_dims(d, 0)
-        gl.store(at, result, mask=gl.expand_dims(h < P.heads, 1) & (gl.expand_dims(d, 0) >= 0))
+        result = half.load(WIDE)
+    h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT)) + OFFSET
+    at = out + place * 512 + gl.expand_dims(h, 1) * 512 + gl.expand_dims(d, 0)
+    gl.store(at, result, mask=gl.expand_dims(h < P.heads, 1) & (gl.expand_dims(d, 0) >= 0))
 
 
 @gluon.jit

@@ -21,9 +21,10 @@ from .. import launch as launcher
 from ..fallback import with_xla_rules
 from ..launch import launch
 from ..layouts import MAX_SLOTS, KVLayout
+from ..quant_triton import tile_scale
 from . import xla
 from .epilogue import MIN_AMAX, Epilogue, Quantised
-from .forms import alignment, chunks
+from .forms import LN2, LOG2E, PLACE, alignment, chunks
 from .source import Source
 
 
@@ -126,65 +127,32 @@ class Plan:
         return sum(self.widths[: self.values])
 
 
-@triton.jit
-def _placed(codes, factor):
-    """e4m3 codes times bf16 powers of two: the bits of four codes at a time are placed, not converted."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, k;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07f007f0;
-        and.b32 d, d, 0x07f007f0;
-        lop3.b32 c, a, 0x80008000, c, 0xEA;
-        lop3.b32 d, b, 0x80008000, d, 0xEA;
-        mov.b32 k, 0x71807180;
-        mul.rn.bf16x2 c, c, k;
-        mul.rn.bf16x2 d, d, k;
-        mul.rn.bf16x2 $0, c, $3;
-        mul.rn.bf16x2 $1, d, $4;
-        }""",
-        "=r,=r,r,r,r",
-        [codes, factor],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def _plain_codes(codes):
-    """The bf16 values of e4m3 codes, as ``_placed``."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, k;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07f007f0;
-        and.b32 d, d, 0x07f007f0;
-        lop3.b32 c, a, 0x80008000, c, 0xEA;
-        lop3.b32 d, b, 0x80008000, d, 0xEA;
-        mov.b32 k, 0x7b807b80;
-        mul.rn.bf16x2 $0, c, k;
-        mul.rn.bf16x2 $1, d, k;
-        }""",
-        "=r,=r,r",
-        [codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+_LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(LN2)
+_TIMES_SCALE = tl.constexpr(
+    f"""{{ {PLACE}
+    .reg .b32 k;
+    mov.b32 k, 0x71807180;
+    mul.rn.bf16x2 c, c, k;
+    mul.rn.bf16x2 d, d, k;
+    mul.rn.bf16x2 $0, c, $3;
+    mul.rn.bf16x2 $1, d, $4;
+    }}"""  # k is 2^100
+)
+_WITHOUT_SCALE = tl.constexpr(
+    f"""{{ {PLACE}
+    .reg .b32 k;
+    mov.b32 k, 0x7b807b80;
+    mul.rn.bf16x2 $0, c, k;
+    mul.rn.bf16x2 $1, d, k;
+    }}"""  # k is 2^120
+)
 
 
 @triton.jit
 def _values(codes, P: tl.constexpr):
     """The bf16 values of e4m3 codes, without a scale."""
     if P.assembly:
-        return _plain_codes(codes)
+        return tl.inline_asm_elementwise(_WITHOUT_SCALE, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
 
@@ -194,8 +162,11 @@ def _dequantise(codes, scale, P: tl.constexpr):
     """bf16 values of e4m3 codes under scales that are powers of two, which is exact."""
     scale, _ = tl.broadcast(scale, codes)
     if P.assembly:
-        # The placed bits are 2^-120 times the code: 2^100 of that is in _placed, so that scales up to 2^107 fit.
-        return _placed(codes, (scale * 1048576.0).to(tl.bfloat16))
+        # The placed bits are 2^-120 times the code: 2^100 of that is a constant, so that scales up to 2^107 fit.
+        factor = (scale * 1048576.0).to(tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            _TIMES_SCALE, "=r,=r,r,r,r", [codes, factor], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     else:
         return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(tl.bfloat16)
 
@@ -308,7 +279,7 @@ def _attend(
     for c in tl.static_range(N):
         at = (r * H + head)[:, None] * P.width + (P.starts[c] + tl.arange(0, P.widths[c]))[None, :]
         queries = queries + (tl.load(q + at, mask=real[:, None], other=0).to(tl.bfloat16),)
-    factor = tl.full([BH], SCALE * 1.4426950408889634, tl.float32)  # log2(e): exponentials are of base 2
+    factor = tl.full([BH], SCALE * _LOG2E, tl.float32)
     if q_scale is not None:
         factor = factor * tl.load(q_scale + r * H + head, mask=real, other=0)
     outs = ()
@@ -382,14 +353,14 @@ def _attend(
     log2_mass = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) + tl.log2(tl.where(empty, 1.0, mass)))
     share = mass
     if P.direct and sinks is not None:
-        sink = tl.load(sinks + head, mask=real, other=0) * 1.4426950408889634
+        sink = tl.load(sinks + head, mask=real, other=0) * _LOG2E
         share = share + tl.exp2(sink - tl.where(empty, 0.0, top))
     share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, share))
     if P.direct and out_scale is not None:
         share = share * tl.load(out_scale)
     place = (r * P.splits + split) * H + head
     if P.direct:
-        tl.store(lse + place, log2_mass * 0.6931471805599453, mask=real)
+        tl.store(lse + place, log2_mass * _LN2, mask=real)
     else:
         tl.store(lse + place, log2_mass, mask=real)
     for c in tl.static_range(VALUES):
@@ -452,11 +423,11 @@ def _finish(
     empty = mass == 0
     total = mass
     if sinks is not None:
-        total = total + tl.exp2(tl.load(sinks + h) * 1.4426950408889634 - top)
+        total = total + tl.exp2(tl.load(sinks + h) * _LOG2E - top)
     weight = tl.where(filled & (not empty), weight / tl.where(empty, 1.0, total), 0.0)
     if out_scale is not None:
         weight = weight * tl.load(out_scale)
-    log_mass = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, mass))) * 0.6931471805599453)
+    log_mass = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, mass))) * _LN2)
     tl.store(lse + pid, log_mass)
     at = ((r * S + part) * H + h)[:, None] * D
     mask = filled[:, None] & (column < D)[None, :]
@@ -474,15 +445,7 @@ def _finish(
         blocks = tl.reshape(value, (DP // QUANT, QUANT))
         amax = tl.maximum(tl.max(tl.abs(blocks), 1), MIN_AMAX)
         amax = tl.where(tl.max((blocks != blocks).to(tl.int32), 1) > 0, float("nan"), amax)
-        bits = amax.to(tl.int32, bitcast=True)
-        if PACKED:
-            exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-            exponent = tl.where(amax != amax, 255, tl.maximum(exponent, 1))
-            scale = tl.where(amax != amax, amax, (exponent << 23).to(tl.float32, bitcast=True))
-        else:
-            exponent = bits
-            scale = tl.div_rn(amax, 448.0)
-        inverse = tl.div_rn(1.0, scale)
+        scale, inverse = tile_scale(amax.to(tl.int32, bitcast=True), PACKED)
         rounded = tl.clamp(blocks * inverse[:, None], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         per_group: tl.constexpr = H // GROUPS * D
         group = h // (H // GROUPS)
@@ -500,7 +463,11 @@ def _finish(
                 pad = per_group // QUANT + tl.arange(0, 4)
                 exponents = scales.to(tl.pointer_type(tl.uint8))
                 place = ((group * quads + block // 4).to(tl.int64) * PADDED + t) * 4 + block % 4
-                tl.store(exponents + place, tl.where(t == r, exponent, 0).to(tl.uint8), mask=here)
+                tl.store(
+                    exponents + place,
+                    tl.where(t == r, scale.to(tl.int32, bitcast=True) >> 23, 0).to(tl.uint8),
+                    mask=here,
+                )
                 place = ((group * quads + pad // 4).to(tl.int64) * PADDED + t) * 4 + pad % 4
                 pads = tl.where(h % (H // GROUPS) == H // GROUPS - 1, quads * 4, 0)
                 tl.store(exponents + place, tl.zeros([4], tl.uint8), mask=pad < pads)

@@ -10,12 +10,12 @@ from .. import dispatch, launch
 from ..checks import check_float, check_shape, int32_array
 from . import xla
 
-MOST = 32_768  # columns that one program of the kernel holds
+CHUNK = 32_768  # columns that one program of the kernel holds; a wider row is narrowed first
 
 
 def _refuses(shapes: Mapping[str, Any]) -> str | None:
-    if shapes["n"] > MOST < 2 * shapes["k"]:
-        return f"chooses at most {MOST // 2} of more than {MOST} columns"
+    if shapes["n"] > CHUNK < 2 * shapes["k"]:
+        return f"chooses at most {CHUNK // 2} of more than {CHUNK} columns"
     return None
 
 

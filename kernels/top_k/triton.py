@@ -15,13 +15,11 @@ import triton.language as tl
 from jax.custom_batching import custom_vmap
 
 from ..launch import keeping, launch
+from .api import CHUNK  # whose counts fit halves of a word
 
 LINE = tl.constexpr(128)  # columns that a warp holds side by side, four to a thread
 INF = tl.constexpr(float("inf"))
 
-LARGEST = 32_768  # columns of a program: counts of them are added in halves of a word
-WHOLE = 32_768  # columns of a row that one program chooses from; a wider one is narrowed
-CHUNK = 32_768  # columns that a program narrows
 SLACK = 0.25  # part of k that narrowing may keep beyond k: the coarser the cut, the sooner it is found
 SCORES = 64  # of a thread
 FEW_COLUMNS, FEW_SCORES = 8192, 32  # a program of up to so many columns has more warps, so that its steps are shorter
@@ -262,16 +260,15 @@ def top_k(scores: jax.Array, lengths: jax.Array | None, *, k: int) -> jax.Array:
 def _choose_all(scores: jax.Array, lengths: jax.Array | None, k: int) -> jax.Array:
     rows = scores.shape[0]
     columns: jax.Array | None = None
-    while (n := scores.shape[1]) > WHOLE:
-        chunk = CHUNK
-        chunks = -(-n // chunk)
+    while (n := scores.shape[1]) > CHUNK:
+        chunks = -(-n // CHUNK)
         most = -(-int(k * (1 + SLACK)) // 8) * 8  # whole vectors for the next pass
         most = min(most, CHUNK // 2)  # every pass at least halves the row
         kept = [jax.ShapeDtypeStruct((rows, chunks * most), dtype) for dtype in (jnp.float32, jnp.int32)]
         scores, columns, lengths = _launch(
             _narrow,
             (scores, columns, lengths),
-            chunk,
+            CHUNK,
             out=(*kept, jax.ShapeDtypeStruct((rows,), jnp.int32)),
             grid=(rows * chunks,),
             LEAST=k,
