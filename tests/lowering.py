@@ -6,7 +6,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ class Compiled:
     spills: int
 
 
+def cases(names: Iterable[str], usual: Iterable[str]) -> list[Any]:
+    """Parameters for tests: of the names, those that are not usual are slow."""
+    names, usual = list(names), set(usual)
+    if unknown := usual - set(names):
+        raise ValueError(f"Expected usual cases among {names}, got {sorted(unknown)}")
+    return [name if name in usual else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def lower(fn: Callable[..., Any], *args: Any, capability: int) -> list[Compiled]:
     """Lowers ``fn(*args)`` (arrays or their shapes) for a compute capability; the Triton kernels that this compiled."""
     fresh = jax.jit(lambda *xs: fn(*xs))
@@ -51,7 +59,7 @@ def lower(fn: Callable[..., Any], *args: Any, capability: int) -> list[Compiled]
 def _recorded() -> Iterator[list[tuple[str, int, str]]]:
     import jax_triton.triton_lib as lib
 
-    launch.teach_gluon()  # which wraps the same function, once and for all
+    launch.mend_jax_triton()  # which wraps the same function, once and for all
     results: list[tuple[str, int, str]] = []
     compile_kernel, find = lib.compile_ttir_to_ptx_inplace, lib.TritonFunction.get_or_create_kernel
 

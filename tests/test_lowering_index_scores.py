@@ -9,6 +9,8 @@ from jmla.kernels.layouts import index132, plain
 from jmla.kernels.shapes import INDEX
 from tests import lowering
 
+pytestmark = pytest.mark.lowering
+
 V32, GLM = INDEX["v3.2"], INDEX["glm-5"]
 BF16 = plain(128, "bfloat16", 64)
 PAGES = 300_000  # of the pool: more than 2 GiB
@@ -27,10 +29,11 @@ CASES = {
     "prefill bf16": (BF16, 64, 1, 4096, 0),
     "odd pages": (index132(61), 43, 2, 2, 512),
 }
+USUAL = ("decode long", "decode bf16", "prefill by bounds", "odd pages")
 
 
 @pytest.mark.parametrize("capability", lowering.CAPABILITIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", lowering.cases(CASES, USUAL))
 def test_fits(case, capability):
     layout, heads, requests, steps, pages = CASES[case]
     rows, spec = requests * steps, jax.ShapeDtypeStruct

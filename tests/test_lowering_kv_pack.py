@@ -10,7 +10,7 @@ from jmla.kernels import layouts
 from jmla.kernels.layouts import KVLayout
 from tests import lowering
 
-pytest.importorskip("jax_triton")
+pytestmark = pytest.mark.lowering
 
 # layout, values under the norm, rotated values, rows
 CASES = {
@@ -27,12 +27,13 @@ CASES = {
     "turned-beyond-rope": (layouts.inline656(4, nope=160, rope=8), 0, 100, 6),
     "plain-odd-width": (layouts.plain(27, "float32", 4), 25, 6, 6),
 }
+USUAL = ("v3.2", "v4-window", "v4-index", "plain-576")
 SPILLS = 0  # bytes; seen with Triton 3.6 and 3.9
 SHARED = 4096  # bytes; the index rows exchange their rotation's table
 
 
 @pytest.mark.parametrize("capability", lowering.CAPABILITIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", lowering.cases(CASES, USUAL))
 def test_one_kernel_without_spills(case: str, capability: int) -> None:
     layout, normed, turned, rows = CASES[case]
 

@@ -10,6 +10,8 @@ from jmla.kernels import top_k
 from jmla.kernels.shapes import INDEX
 from tests import lowering
 
+pytestmark = pytest.mark.lowering
+
 # Bytes of a thread, most of them outside of the search; seen with Triton 3.6 and 3.9: up to 184, 600 and 536.
 SPILLED = {90: 200, 100: 640, 120: 580}
 

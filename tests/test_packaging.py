@@ -152,7 +152,7 @@ def bare_machine(tmp_path, **programs):
     tools.mkdir()
     shutil.copy(ROOT / "run", tree)
     shutil.copy(ROOT / "pyproject.toml", tree)
-    for name in ("cat", "cksum", "dirname", "grep", "rm", "sed", "mkdir"):
+    for name in ("cat", "cksum", "dirname", "grep", "rm", "sed", "mkdir", "cp"):
         (tools / name).symlink_to(shutil.which(name))
     for name, text in programs.items():
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -189,6 +189,22 @@ def test_run_finds_a_python(tmp_path, place):
     assert call("test").returncode == 7
     used = (tmp_path / "used").read_text().strip()
     assert used.endswith("python3.13" if place == "path" else ".pyenv/versions/3.12.1/bin/python3")
+
+
+def test_run_installs_once_and_passes_arguments_on(tmp_path):
+    """What the tests need without a GPU comes along; another pyproject.toml installs anew."""
+    log = tmp_path / "log"
+    python = f"""case "$*" in
+        "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+        "-m "*) echo "$*" >>{log};;
+    esac"""
+    call, tree = bare_machine(tmp_path, python3=python)
+    for _ in range(2):
+        assert call("test", "-k", "a or b").returncode == 0
+    (tree / "pyproject.toml").write_text("[project]")
+    assert call("test").returncode == 0
+    install = "-m pip install --quiet --editable .[test,lowering]"
+    assert log.read_text().splitlines() == [install, *["-m pytest -k a or b"] * 2, install, "-m pytest"]
 
 
 def test_run_explains_itself(tmp_path):
