@@ -47,7 +47,9 @@ class Tuning:
 
 HOPPER = Tuning(64, 64, 4, 0)  # of the kernel in gluon.py
 TUNING = {90: Tuning(64, 64, 8, 3), 100: Tuning(32, 64, 4, 3), 120: Tuning(32, 32, 4, 2)}
+BF16_ROWS = {90: Tuning(64, 32, 8, 3)}  # where 64 slots of two bytes a value do not fit
 PROGRAMS = 132  # that the grid should fill
+NARROW = 128  # values that the first consumer of the kernel in gluon.py accumulates
 FIXED_SPLIT = 512  # columns of a split whose size depends on no shape
 
 
@@ -301,7 +303,7 @@ def _attend(
         page_size = tl.where(first, P.page_size[0], P.page_size[1])
         if P.sources == 2:
             base = tl.where(first, base, pool_1.to(tl.pointer_type(tl.uint8)))
-        base = tl.multiple_of(base, 16)
+        base = tl.multiple_of(base, ALIGN)
         page = slot // page_size
         offset = slot - page * page_size
         start = page.to(tl.int64) * tl.where(first, P.stride[0], P.stride[1])
@@ -390,6 +392,7 @@ def _indices(indices_0, indices_1, r, j, end, blocks_0, n_0, n_1, lane, P: tl.co
 def _finish(
     parts,
     part_lses,
+    factors,
     sinks,
     out_scale,
     cos_sin,
@@ -398,7 +401,6 @@ def _finish(
     scales,
     H: tl.constexpr,
     S: tl.constexpr,
-    SP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     ROPE: tl.constexpr,
@@ -407,36 +409,58 @@ def _finish(
     PACKED: tl.constexpr,
     MIN_AMAX: tl.constexpr,
     PADDED: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """Joins the splits of a row and head, and applies what follows the attention: grid (R * H,)."""
     pid = tl.program_id(0).to(tl.int64)
     r = pid // H
     h = (pid % H).to(tl.int32)
-    part = tl.arange(0, SP)
     column = tl.arange(0, DP)
-    logs = tl.load(part_lses + (r * S + part) * H + h, mask=part < S, other=float("-inf"))
-    filled = logs != float("-inf")
-    top = tl.max(logs, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(logs - top)
-    mass = tl.sum(weight, 0)
+    C: tl.constexpr = min(S, 16)  # partial outputs that are on their way at a time
+    value = tl.zeros([DP], tl.float32)
+    top = tl.full([], float("-inf"), tl.float32)
+    mass = tl.zeros([], tl.float32)
+    # One after the other, so that empty splits at the end, which change nothing, do not change the rounding either.
+    for start in tl.range(0, S, C):
+        logs = ()
+        rows = ()
+        for i in tl.static_range(C):
+            part = tl.minimum(start + i, S - 1)
+            place = (r * S + part) * H + h
+            logs = logs + (tl.where(part == start + i, tl.load(part_lses + place), float("-inf")),)
+            row = tl.load(parts + place * D + column, mask=column < D, other=0.0)
+            if factors is not None:
+                at = factors + (r * S + part) * (2 * H) + h
+                row = row.to(tl.float32) * tl.where(column < NARROW, tl.load(at), tl.load(at + H))
+            rows = rows + (row,)
+        new_top = top
+        for i in tl.static_range(C):
+            new_top = tl.maximum(new_top, logs[i])
+        origin = tl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = tl.exp2(top - origin)
+        value = value * decay
+        mass = mass * decay
+        for i in tl.static_range(C):
+            weight = tl.exp2(logs[i] - origin)
+            mass += weight
+            value += tl.where(weight == 0, 0.0, weight * rows[i])  # what an empty split has left is dropped
+        top = new_top
     empty = mass == 0
+    top = tl.where(empty, 0.0, top)
     total = mass
     if sinks is not None:
         total = total + tl.exp2(tl.load(sinks + h) * _LOG2E - top)
-    weight = tl.where(filled & (not empty), weight / tl.where(empty, 1.0, total), 0.0)
+    share = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
     if out_scale is not None:
-        weight = weight * tl.load(out_scale)
-    log_mass = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, mass))) * _LN2)
-    tl.store(lse + pid, log_mass)
-    at = ((r * S + part) * H + h)[:, None] * D
-    mask = filled[:, None] & (column < D)[None, :]
-    value = tl.sum(tl.load(parts + at + column[None, :], mask=mask, other=0.0) * weight[:, None], 0)
+        share = share * tl.load(out_scale)
+    tl.store(lse + pid, tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, mass))) * _LN2))
+    value = value * share
     if QUANT == 0:
         tl.store(out + pid * D + column, value.to(out.dtype.element_ty), mask=column < D)
     else:
-        # Pairs (e, o) turn back: e cos + o sin, o cos - e sin. The partner of a value is summed once more.
-        partner = tl.sum(tl.load(parts + at + (column ^ 1)[None, :], mask=mask, other=0.0) * weight[:, None], 0)
+        # Pairs (e, o) turn back: e cos + o sin, o cos - e sin.
+        evens, odds = tl.split(tl.reshape(value, (DP // 2, 2)))
+        partner = tl.reshape(tl.join(odds, evens), (DP,))
         pair = (column - (D - ROPE)) // 2
         turned = (column >= D - ROPE) & (column < D)
         cos = tl.load(cos_sin + r * ROPE + pair, mask=turned, other=1.0)
@@ -476,16 +500,17 @@ def _finish(
                 tl.store(scales + place, tl.where(t == r, scale, 0.0), mask=here)
 
 
-def _tuning() -> Tuning:
-    return TUNING[max(known for known in TUNING if known <= launcher.capability())]
+def _tuning(layout: KVLayout) -> Tuning:
+    known = max(known for known in TUNING if known <= launcher.capability())
+    return BF16_ROWS.get(known, TUNING[known]) if layout.value_dtype == "bfloat16" else TUNING[known]
 
 
 def _splits(programs: int, blocks: int) -> int:
     """How many programs share a row: the number that takes the fewest steps, ends and the second kernel counted."""
 
-    def cost(splits: int) -> int:
+    def cost(splits: int) -> float:
         waves = -(-programs * splits // PROGRAMS)
-        return waves * (-(-blocks // splits) + 2) + (4 if splits > 1 else 0)
+        return waves * (-(-blocks // splits) + 2) + (4 + splits / 40 if splits > 1 else 0)
 
     return min(range(1, max(blocks, 1) + 1), key=cost)
 
@@ -568,7 +593,7 @@ def _sparse_mla(
         q_scale = jnp.broadcast_to(scale * (1.0 if q_scale is None else q_scale), (rows, heads)).astype(jnp.float32)
         scale = 1.0
     hopper = _fits_hopper([source.layout for source in sources], heads, v_dim)
-    tuning = HOPPER if hopper else _tuning()
+    tuning = HOPPER if hopper else _tuning(sources[0].layout)
     constants = plan(sources, rows, heads, v_dim, deterministic, epilogue is not None, tuning)
     scalar = None if out_scale is None else jnp.asarray(out_scale, jnp.float32).reshape(1)
     operands: list[Any] = []
@@ -582,13 +607,19 @@ def _sparse_mla(
         operands += [source.pool, source.indices, source.lengths, factor]
     splits, direct = constants.splits, constants.direct
     head_blocks = -(-heads // constants.block_heads)
+    # Hopper's partial outputs are float16, half the bytes of float32, under powers of two: one for each of two parts.
+    partial = jnp.float16 if hopper else jnp.float32
     results = (
-        jax.ShapeDtypeStruct((rows, splits, heads, v_dim), out_dtype if direct else jnp.float32),
+        jax.ShapeDtypeStruct((rows, splits, heads, v_dim), out_dtype if direct else partial),
         jax.ShapeDtypeStruct((rows, splits, heads), jnp.float32),
     )
     grid = (rows * head_blocks * splits,)
+    factors = None
     if hopper:
-        out, lse = _launch_hopper(q, sources, sinks, q_scale, scalar, results, grid, constants, float(scale))
+        powers = jax.ShapeDtypeStruct((1,) if direct else (rows, splits, 2, heads), jnp.float32)
+        out, lse, factors = _launch_hopper(
+            q, sources, sinks, q_scale, scalar, (*results, powers), grid, constants, float(scale)
+        )
     else:
         out, lse = launch(
             _attend,
@@ -606,7 +637,7 @@ def _sparse_mla(
         )
     if direct:
         return out.reshape(rows, heads, v_dim), lse.reshape(rows, heads)
-    return _joined(out, lse, sinks, scalar, epilogue, out_dtype)
+    return _joined(out, lse, factors, sinks, scalar, epilogue, out_dtype)
 
 
 def _fits_hopper(layouts: list[KVLayout], heads: int, v_dim: int) -> bool:
@@ -636,11 +667,11 @@ def _launch_hopper(
     grid: tuple[int, ...],
     constants: Plan,
     scale: float,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     from . import gluon
 
     first, last = sources[0], sources[-1]
-    right, producers = gluon.REGISTERS[constants.kind]
+    right, producers = gluon.REGISTERS
 
     def given(x: jax.Array | None) -> jax.Array:  # its programs take no None: any array stands in for what is not read
         return first.indices if x is None else x
@@ -675,17 +706,20 @@ def _launch_hopper(
 def _joined(
     parts: jax.Array,
     part_lses: jax.Array,
+    factors: jax.Array | None,
     sinks: jax.Array | None,
     out_scale: jax.Array | None,
     epilogue: Epilogue | None,
     out_dtype: Any,
 ) -> tuple[Any, jax.Array]:
-    """The second kernel over partial outputs ``[R, S, H, D]`` and their base-2 logarithms ``[R, S, H]``."""
+    """The second kernel over partial outputs ``[R, S, H, D]`` and their base-2 logarithms ``[R, S, H]``.
+
+    With ``factors [R, S, 2, H]`` the values are to be multiplied by them, the first ``NARROW`` by the first.
+    """
     rows, splits, heads, v_dim = parts.shape
     constants: dict[str, Any] = {
         "H": heads,
         "S": splits,
-        "SP": 1 << (splits - 1).bit_length(),
         "D": v_dim,
         "DP": 1 << (v_dim - 1).bit_length(),
         "ROPE": 0,
@@ -694,13 +728,15 @@ def _joined(
         "PACKED": False,
         "MIN_AMAX": MIN_AMAX,
         "PADDED": 0,
+        "NARROW": NARROW,
     }
     lse = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
-    call: dict[str, Any] = {"grid": (rows * heads,), "num_warps": 4}
+    # Without a limit the compiler keeps to 32 registers and so delays loads, whose latencies then add up.
+    call: dict[str, Any] = {"grid": (rows * heads,), "num_warps": 4, "options": {"maxnreg": 128}}
     if epilogue is None:
         out = jax.ShapeDtypeStruct((rows, heads, v_dim), out_dtype)
         return launch(
-            _finish, parts, part_lses, sinks, out_scale, None, out=(out, lse), scales=None, **call, **constants
+            _finish, parts, part_lses, factors, sinks, out_scale, None, out=(out, lse), scales=None, **call, **constants
         )
     groups, padded, packed = epilogue.groups, -(-rows // 4) * 4, epilogue.scale_form == "ue8m0"
     blocks = heads // groups * v_dim // epilogue.block
@@ -710,9 +746,8 @@ def _joined(
     scales = jax.ShapeDtypeStruct(
         (groups, -(-blocks // 4) if packed else blocks, padded), jnp.int32 if packed else jnp.float32
     )
-    codes, lse, scales = launch(
-        _finish, parts, part_lses, sinks, out_scale, epilogue.cos_sin, out=(codes, lse, scales), **call, **constants
-    )
+    operands = (parts, part_lses, factors, sinks, out_scale, epilogue.cos_sin)
+    codes, lse, scales = launch(_finish, *operands, out=(codes, lse, scales), **call, **constants)
     return Quantised(codes, scales), lse
 
 
