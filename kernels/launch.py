@@ -82,11 +82,14 @@ def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | 
 
 
 @functools.cache
-def teach_gluon() -> None:
-    """Makes jax-triton 0.4.1 compile and launch Gluon kernels whose warps have roles.
+def mend_jax_triton() -> None:
+    """Mends jax-triton 0.4.1: Gluon kernels whose warps have roles, and operands that start anywhere.
 
-    It sends them through the stages of Triton kernels, whose passes choose layouts anew and do not end on such kernels;
-    and it launches as many warps as it was asked for, where the compiler has added those of the other roles.
+    It sends Gluon kernels through the stages of Triton kernels, whose passes choose layouts anew and do not end on such
+    kernels; and it launches as many warps as it was asked for, where the compiler has added those of the other roles.
+
+    It takes every array to start at a multiple of 16 bytes. XLA hands over a slice of an array by its address, so only
+    arrays whose rows are such multiples are taken to here.
     """
     import jax_triton.triton_lib as lib
 
@@ -119,9 +122,35 @@ def teach_gluon() -> None:
         gluon = "ttg.num-warps" in str(module)  # a Triton kernel has no number of warps yet
         return compile_kernel(module, Stages(backend) if gluon else backend, options, capability)
 
+    build = lib.KernelSpecialization.build
+
+    @functools.wraps(build)
+    def build_unaligned(arg_names: Any, args: Any, *rest: Any) -> Any:
+        made = build(arg_names, args, *rest)
+        for i, arg in enumerate(args):
+            if isinstance(arg, jax.core.ShapedArray) and not _keeps_aligned(arg):
+                made.specialization[i] = (made.specialization[i][0], "")
+                made.attrs[rest[2][i]] = []
+        return made
+
+    lib.KernelSpecialization.build = build_unaligned
     lib.compile_ttir_to_ptx_inplace = compile_either
     if runtime is not None:
         lib.triton_kernel_call_lib = Runtime()
+
+
+def _keeps_aligned(array: Any) -> bool:
+    """Whether a slice of rows of an array starts at a multiple of 16 bytes where the array does."""
+    return len(array.shape) > 1 and array.shape[-1] * jax.numpy.dtype(array.dtype).itemsize % 16 == 0
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """An operand that a kernel updates, or what it has become, in a buffer of its own.
+
+    XLA gives a kernel the addresses of slices that it reads, or that its result is written into, rather than copies.
+    Where the kernel updates such an operand in place, the operand and the result may then be two places.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
 def keeping() -> bool:
@@ -175,17 +204,22 @@ def launch(
         return outs[0] if single else tuple(outs)
     import jax_triton
 
-    teach_gluon()
+    mend_jax_triton()
     with warnings.catch_warnings():
         # The Refs that the warning recommends cannot be made inside a branch of platform_dependent.
         warnings.filterwarnings("ignore", message="input_output_aliases is deprecated", category=DeprecationWarning)
-        return jax_triton.triton_call(
+        operands = tuple(whole(x) if i in aliases else x for i, x in enumerate(operands))
+        # jax-triton passes the outputs' buffers in order, and takes those that replace operands to be the last.
+        single = hasattr(out, "shape")
+        outs = [out] if single else list(out)
+        order = sorted(range(len(outs)), key=lambda i: i in aliases.values())
+        results = jax_triton.triton_call(
             *operands,
             kernel=kernel,
-            out_type=out,
+            out_type=[outs[i] for i in order],
             grid=grid,
             name=kernel.fn.__name__,
-            input_output_aliases=aliases,
+            input_output_aliases={operand: order.index(i) for operand, i in aliases.items()},
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=capability(),
@@ -193,3 +227,6 @@ def launch(
             has_side_effect=_kept.get(),
             **constants,
         )
+    results = [results[order.index(i)] for i in range(len(outs))]
+    results = [whole(x) if i in aliases.values() else x for i, x in enumerate(results)]
+    return results[0] if single else tuple(results)

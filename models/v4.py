@@ -289,21 +289,21 @@ class V4Layer(nnx.Module):
         """Advances the compressor of a stream over the pass and writes the entries it completes.
 
         Returns:
-            The stream's pool and running state after it.
+            The stream's pool and running states after it.
         """
         kind = self.kind.attention
         ratio = self.config.hca_ratio if kind == "hca" else self.config.csa_ratio
         compressor, norm = (self.indexer, "indexer_norm") if stream == "index" else (self.compressor, "compressor_norm")
         batch, tokens = ctx.positions.shape
-        state = jax.lax.dynamic_index_in_dim(states[stream], at[kind], keepdims=False)
         entries, state = kernels.compress(
             values.reshape(batch, tokens, -1),
             gates.reshape(batch, tokens, -1),
-            state,
+            states[stream],
             ctx.positions,
             ratio=ratio,
             overlap=kind == "csa",
             ape=compressor.ape[...],
+            layer=at[kind],
             implementation=ctx.implementation("compress"),
         )
         closing, size = ctx.closing(ratio), PAGE_TOKENS // ratio
@@ -311,7 +311,7 @@ class V4Layer(nnx.Module):
         rows = entries.reshape(batch * closing.shape[1], -1).astype(self.wkv.dtype)
         table = self.rotary(ctx, jnp.maximum(closing.reshape(-1), 0) * ratio)
         pool = self.pack(ctx, stream, rows, slots, pools[stream], norm, table)
-        return pool, jax.lax.dynamic_update_index_in_dim(states[stream], state, at[kind], 0)
+        return pool, state
 
     def attend(
         self,

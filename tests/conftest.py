@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:  # so that `from tests...` also works under a bare
     sys.path.insert(0, str(ROOT))
 
 from jmla import kernels  # noqa: E402
-from jmla.kernels import launch  # noqa: E402
+from jmla.kernels import dispatch, launch, launch_pallas  # noqa: E402
 from tests.golden import weights as golden_weights  # noqa: E402
 
 
@@ -66,15 +66,58 @@ def golden_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     return get
 
 
-@pytest.fixture(params=["xla", pytest.param("triton", marks=pytest.mark.gpu)])
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs the suites of operations over their implementations; see ``implementation``."""
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "implementation" not in metafunc.fixturenames or "implementation" in named:  # the test's own choice
+        return
+    params: list[Any] = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+    if "pallas" in dispatch.implementations(metafunc.module.__name__.rpartition("test_kernels_")[2]):
+        params += ["pallas", pytest.param("pallas", marks=pytest.mark.gpu, id="pallas-gpu")]
+    metafunc.parametrize("implementation", params, indirect=True)
+
+
+# Tests of many sizes, each of which is compiled; others show the same of kernels in Pallas's interpreter.
+MANY_PROGRAMS = (
+    "test_f2_cuts_are_bitwise_equal_at_ratio_128",
+    "test_f6_ragged_rows_and_padding_are_inert",
+    "test_rejected_drafts_are_overwritten",
+)
+
+
+def _interpreted(item: pytest.Item) -> bool:
+    """Whether a test runs a Pallas kernel without a GPU."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return params.get("implementation") == "pallas" and item.get_closest_marker("gpu") is None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases that a test has for Pallas on the CPU, where they compile slowly, the first one is usual."""
+    seen = {f"tests/test_kernels_compress.py::{test}" for test in MANY_PROGRAMS}
+    for item in filter(_interpreted, items):
+        test = item.nodeid.partition("[")[0]
+        if test in seen:
+            item.add_marker(pytest.mark.slow)
+        seen.add(test)
+
+
+@pytest.fixture
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of each implementation that suites of operations run over.
 
-    Triton's kernels run on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter; ``-m gpu`` selects them.
+    Kernels run on a GPU with ``-m gpu``. Without one Triton's run in Triton's interpreter, with ``-m gpu`` too and
+    TRITON_INTERPRET=1, and Pallas's as XLA programs.
     """
-    if request.param == "xla" or any(device.platform == "gpu" for device in jax.devices()):
+    device = any(device.platform == "gpu" for device in jax.devices())
+    if _interpreted(request.node):
+        monkeypatch.setattr(launch_pallas, "interpreting", True)
+        monkeypatch.setenv("JMLA_DISABLE", "triton,cute")  # for what the tests need beside the kernel
+        with kernels.target(compute_capability=120):
+            yield request.param
+    elif request.param == "xla" or device:
         yield request.param
-    elif os.environ.get("TRITON_INTERPRET") == "1":
+    elif request.param == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         from tests import triton_interpreter
 
         launch.interpreter = triton_interpreter.run
@@ -82,7 +125,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
             yield request.param
         launch.interpreter = None
     else:
-        pytest.skip("needs an NVIDIA GPU, or TRITON_INTERPRET=1")
+        pytest.skip("needs an NVIDIA GPU, or for Triton TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True, scope="module")

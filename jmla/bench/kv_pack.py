@@ -68,7 +68,7 @@ def cases() -> list[Case]:
             f"{name}, {count} rows",
             functools.partial(_work, *row, count),
             bytes=count * (2 * row[0].width + row[0].bytes_per_token),
-            implementations=("triton", "xla") if name in COMPARED else ("triton",),
+            implementations=("triton", "pallas", "xla") if name in COMPARED else ("triton", "pallas"),
             calls=20 if count == PREFILL else 60,
         )
         for count in (PREFILL, DECODE)

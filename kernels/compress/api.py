@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch
+from .. import dispatch, launch, launch_pallas
 from ..checks import check_dtype, check_float, check_shape, int32_array
-from . import xla
+from . import plan, xla
 
 PAGE_TOKENS = 256  # raw tokens of a page; whole windows must fill it
 
+launch.register("compress", f"{__package__}.triton")
+launch_pallas.register("compress", f"{__package__}.pallas", plan.refuses_pallas)
 dispatch.register("compress", "xla", xla.compress)
 
 
@@ -21,6 +23,7 @@ def compress(
     ratio: int,
     overlap: bool,
     ape: jax.Array,
+    layer: int | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Pools each window of ``ratio`` tokens into one entry; whole sequence, chunk and single step are the same call.
@@ -31,20 +34,23 @@ def compress(
     ``[d, W)`` of the tokens of window w, so the pooled intermediate is ``[B, windows, 2 * ratio, d]``. Window 0 has no
     previous one: those slots weigh nothing. RMSNorm and rotation (at position ``ratio * w``) are the caller's.
 
-    The result is bitwise the same however a sequence is cut into calls.
+    By one implementation the result is bitwise the same however a sequence is cut into calls. Under jit with the state
+    donated its ring is updated in place.
 
     Args:
         values: ``[B, T, W]`` float, projected values of T consecutive tokens a row.
         gates: ``[B, T, W]`` float, raw gates (``ape`` not yet added).
         state: ``[B, ring, 2 * W]`` float32, the last tokens of each row: token p at ``p % ring``, as
             ``[value | raw gate]``. ``ring`` is at least the slots of a window; more keeps tokens that speculation may
-            roll back to. A new sequence may start on any content.
+            roll back to. A new sequence may start on any content. With ``layer``, ``[layers, B, ring, 2 * W]``.
         positions: ``[B, T]`` int32. In each row the valid ones come first and are consecutive; -1 is padding, which
             changes nothing.
         ratio: tokens a window; divides 256.
         overlap: whether an entry also pools the previous window.
         ape: ``[ratio, W]`` bias of the gates, row ``p % ratio``.
-        implementation: "xla", or None for the best.
+        layer: int32 scalar, the layer whose state is advanced, where ``state`` holds those of all layers. They are
+            given whole, as the pools are, since a slice of them would be copied out and back.
+        implementation: "triton", "pallas", "xla", or None for the best.
 
     Returns:
         Entries ``[B, T // ratio + 1, d]`` float32, entry e of row b being window ``positions[b, 0] // ratio + e``, or
@@ -67,13 +73,20 @@ def compress(
     check_shape("gates", gates, (batch, steps, width), "[B, T, W]")
     check_shape("positions", positions, (batch, steps), "[B, T]")
     check_shape("ape", ape, (ratio, width), "[ratio, W]")
-    check_shape("state", state, (batch, None, 2 * width), "[B, ring, 2 * W]")
+    if layer is None:
+        check_shape("state", state, (batch, None, 2 * width), "[B, ring, 2 * W]")
+    else:
+        check_shape("state", state, (None, batch, None, 2 * width), "[layers, B, ring, 2 * W]")
+        if isinstance(layer, int) and not 0 <= layer < state.shape[0]:
+            raise ValueError(f"Expected {layer=} to be one of the {state.shape[0]} layers of the state")
+        layer = int32_array("layer", layer)
+        check_shape("layer", layer, (), "[]")
     slots = ratio * (2 if overlap else 1)
-    if state.shape[1] < slots:
+    if state.shape[-2] < slots:
         raise ValueError(
             f"Expected {state.shape=} to have a ring of at least {slots} for {ratio=}, {overlap=}; "
             "a state saved at another ratio cannot be used"
         )
-    arrays = (jnp.asarray(values), jnp.asarray(gates), jnp.asarray(state), positions, jnp.asarray(ape))
-    shapes = {"B": batch, "T": steps, "W": width, "ratio": ratio, "overlap": overlap}
+    arrays = (jnp.asarray(values), jnp.asarray(gates), jnp.asarray(state), positions, jnp.asarray(ape), layer)
+    shapes = {"B": batch, "T": steps, "W": width, "ratio": ratio, "overlap": overlap, "_stacked": layer is not None}
     return dispatch.call("compress", implementation, shapes, *arrays, ratio=ratio, overlap=overlap)

@@ -12,13 +12,17 @@ def compress(
     state: jax.Array,
     positions: jax.Array,
     ape: jax.Array,
+    layer: jax.Array | int | None = None,
     *,
     ratio: int,
     overlap: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See ``jmla.kernels.compress``."""
+    if layer is None:
+        entries, states = compress(values, gates, state[None], positions, ape, 0, ratio=ratio, overlap=overlap)
+        return entries, states[0]
     batch, steps, width = values.shape
-    ring = state.shape[1]
+    ring = state.shape[2]
     span = ratio * (2 if overlap else 1)
     d = width // 2 if overlap else width
     windows = steps // ratio + 1
@@ -32,7 +36,8 @@ def compress(
     # Of a chunk longer than the ring only the last tokens stay, so that no slot is written twice.
     keep = valid & (positions >= end[:, None] - ring)
     slots = jnp.where(keep, positions % ring, ring)  # slot `ring` is out of bounds: dropped
-    new_state = state.at[jnp.arange(batch)[:, None], slots].set(rows, mode="drop")
+    every = jnp.arange(batch)[:, None]
+    new_state = state.at[layer, every, slots].set(rows, mode="drop")
 
     lookback = span - 1  # tokens before the chunk that a window closing in it may need
     in_ring = steps + lookback <= ring
@@ -40,7 +45,7 @@ def compress(
         source = new_state
     else:
         before = (first[:, None] + jnp.arange(-lookback, 0, dtype=jnp.int32)) % ring
-        source = jnp.concatenate([jnp.take_along_axis(state, before[..., None], axis=1), rows], axis=1)
+        source = jnp.concatenate([state[layer, every, before], rows], axis=1)
 
     window = first[:, None] // ratio + jnp.arange(windows, dtype=jnp.int32)
     closes = (first[:, None] >= 0) & ((window + 1) * ratio <= end[:, None])
@@ -49,7 +54,8 @@ def compress(
 
     def gather(row: jax.Array, token: jax.Array) -> jax.Array:
         place = token % ring if in_ring else token - first[row][:, None] + lookback
-        return source.at[row[:, None], place].get(mode="clip")
+        at = (layer, row[:, None], place) if in_ring else (row[:, None], place)
+        return source.at[at].get(mode="clip")
 
     def pool(picked: jax.Array, token: jax.Array, closing: jax.Array) -> jax.Array:
         present = ((token >= 0) & closing[:, None])[..., None]

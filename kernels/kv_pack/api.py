@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch, launch
+from .. import dispatch, launch, launch_pallas
 from ..checks import (
     check_dtype,
     check_float,
@@ -22,6 +22,7 @@ from ..quant import ScaleForm
 from . import plan, xla
 
 launch.register("kv_pack", f"{__package__}.triton", plan.refuses)
+launch_pallas.register("kv_pack", f"{__package__}.pallas", plan.refuses_pallas)
 dispatch.register("kv_pack", "xla", xla.kv_pack)
 dispatch.register("kv_unpack", "xla", gather_rows)
 
@@ -60,7 +61,7 @@ def kv_pack(
         cos_sin: ``[R, n]`` float32, n/2 cosines then n/2 sines.
         scale_form: overrides ``layout.scale_form`` (``min_amax`` stays that of the layout).
         kv_scale: float32 scalar, the scale of plain e4m3 rows.
-        implementation: "triton", "xla", or None for the best.
+        implementation: "triton", "pallas", "xla", or None for the best.
 
     Returns:
         The pool with the rows in it.
@@ -95,6 +96,7 @@ def kv_pack(
         "page_size": layout.page_size,
         "_layout": layout,
         "_turned": 0 if cos_sin is None else cos_sin.shape[1],
+        "_pool": jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     }
     return dispatch.call(
         "kv_pack", implementation, shapes, rows, slots, pool, norm_weight, cos_sin, kv_scale, layout=layout, eps=eps

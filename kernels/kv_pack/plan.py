@@ -1,4 +1,4 @@
-"""How the Triton packer cuts rows into pieces, and which rows it cannot cut; needs no Triton."""
+"""How the packing kernels cut rows into pieces, and which rows it cannot cut; needs no Triton."""
 
 import dataclasses
 import math
@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import launch_pallas
 from ..layouts import KVLayout
+
+LEAST_ROPE = 8  # values of a row's last part, for Pallas: with 2, XLA's compiler of jaxlib 0.11.2 crashes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,3 +120,13 @@ def refuses(shapes: Mapping[str, Any]) -> str | None:
     if turned and (plan.rest % 2 or torn):
         return f"rotated pairs must lie within the parts of a row, got {layout.nope} + {layout.rope} values"
     return None
+
+
+def refuses_pallas(shapes: Mapping[str, Any]) -> str | None:
+    """Why the Pallas kernel cannot serve, or None."""
+    pool, rope = shapes["_pool"], shapes["_layout"].rope
+    if launch_pallas.offsets_overflow(pool):
+        return f"pools of bytes must have at most 2 GiB or more than 4, got {pool.size / 2**30:.2f}"
+    if 0 < rope < LEAST_ROPE and not launch_pallas.interpreting:
+        return f"parts of fewer than {LEAST_ROPE} values end XLA's compiler, got {rope=}"
+    return refuses(shapes)
