@@ -30,7 +30,7 @@ TILE = 64  # keys
 WIDEST = 256  # (row, head) pairs of a block
 FUSED = 128  # widest blocks that quantise their own queries
 QUANTISED = 64  # (row, head) pairs, the fewest that are rotated in one product
-PROGRAMS = 528  # four for each of an H200's processors
+PROGRAMS = 264  # two for each of an H200's processors: each program has queries to prepare first
 LONGEST = {64: 32, 128: 32, 256: 128}  # block width -> most tiles of a program
 EARLY = 2  # most tiles that are fetched before the queries are ready
 AHEAD = {64: 3, 128: 3, 256: 2}  # block width -> key tiles that the loop over tiles fetches ahead
@@ -294,8 +294,6 @@ def plan(
     rows = max(rows, QUANTISED // slots, 1)
     blocks, tiles = -(-steps // rows), -(-columns // TILE)
     share = max(1, -(-requests * blocks * tiles // PROGRAMS))
-    if share <= 2 * EARLY:  # more programs, each of which has all of its keys under way at once
-        share = min(share, EARLY)
     share = min(triton.next_power_of_2(share), LONGEST[rows * slots])
     dtype = tl.dtype(_VALUES[layout.value_dtype])
     chosen: dict[str, Any] = {
