@@ -14,6 +14,7 @@ from jax import lax
 from jmla import models, sampling
 from jmla.batching import bucket, cache_room, chunk_width, groups
 from jmla.completion import Completion, Output, Stream
+from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache
 from jmla.models.config.common import shown
 from jmla.models.inputs import check_counts, check_ids
@@ -229,7 +230,8 @@ def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: t
         alive = np.array([output.reason is None for output in outputs] + [False] * spare)
         if not alive.any():
             return
-        cache, rows, new = _block(model, cache, rows, params, end_ids, alive, tops, steps)
+        with dispatch.following(model.params, cache):
+            cache, rows, new = _block(model, cache, rows, params, end_ids, alive, tops, steps)
         count = int(steps)
 
 
@@ -305,7 +307,8 @@ def generate_tokens(
         params = RowParams.pack([given.over(default_params(model))] * batch)
     ends = end_token_ids(model) if eos is None else tuple(check_token_ids("eos", eos, vocab, least=0).tolist())
     keys = _row_keys(key, batch)
-    return _generate_tokens(model, tokens, lengths, replace(params, keys=keys), max_new_tokens, ends)
+    with dispatch.following(model.params, tokens, lengths, keys):
+        return _generate_tokens(model, tokens, lengths, replace(params, keys=keys), max_new_tokens, ends)
 
 
 def _check_row_params(params: RowParams, batch: int) -> RowParams:

@@ -138,6 +138,39 @@ def target(*, compute_capability: int | None = None, platform: str | None = None
         yield chosen
 
 
+@contextlib.contextmanager
+def following(*arrays: Any) -> Iterator[None]:
+    """Inside it, operations choose for the devices that a compiled program over ``arrays`` will run on.
+
+    For the call of a jitted function, which does not see the devices of its arguments while it is traced. ``target()``
+    around it wins, and so does a mesh in use, which tracing sees. Where the arrays are traced themselves, nothing is
+    known of devices yet, and nothing changes.
+
+    Args:
+        arrays: pytrees. The first array that is bound to devices decides, as it does in JAX; where none is, JAX's
+            default device does.
+    """
+    stated = _target.value is not None or not jax.sharding.get_abstract_mesh().empty
+    device = None if stated else _device_of_program(arrays)
+    with contextlib.nullcontext() if device is None else _target(_device_target(device)):
+        yield
+
+
+def _device_of_program(arrays: Any) -> jax.Device | None:
+    bound, tracer = None, jax.core.Tracer
+    for x in jax.tree.leaves(arrays):  # once a step, over all of a model's arrays
+        if isinstance(x, tracer):
+            return None
+        if bound is None and getattr(x, "committed", False):
+            bound = x
+    if bound is not None:
+        return next(iter(bound.devices()))
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):  # a device, or the name of a platform
+        return jax.local_devices(backend=default)[0]
+    return default
+
+
 def current_target(*arrays: Any) -> Target:
     """The target of a call: that of ``target()``, else of the devices of the arrays, else of the mesh in use."""
     if _target.value is not None:
@@ -149,7 +182,10 @@ def current_target(*arrays: Any) -> Target:
         return _kind_target(mesh.abstract_device.device_kind)
     if not devices:
         return Target()
-    device = devices[0]
+    return _device_target(devices[0])
+
+
+def _device_target(device: jax.Device) -> Target:
     if device.platform != "gpu":
         return Target(device.platform)
     return gpu_target(getattr(device, "compute_capability", None))
@@ -201,8 +237,9 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
     others: list[tuple[str, str]] = []
     serving: list[Implementation] = []
     for candidate in known.values():
-        if serving and serving[-1].platform in (None, where.platform):
-            others.append((candidate.name, f"{serving[-1].name} comes first"))
+        first = next((s for s in serving if s.platform in (None, where.platform, candidate.platform)), None)
+        if first is not None:
+            others.append((candidate.name, f"{first.name} comes first"))
         elif reason := candidate.reason(where, shapes):
             others.append((candidate.name, reason))
         else:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmla.kernels import dispatch
 from jmla.kernels.rowwise import rowwise
 from jmla.models import trunk
 from jmla.models.cache import PagedCache, init_cache, unshared
@@ -160,7 +161,8 @@ def _launch(name: str, model: Model, cache: PagedCache, donate: Any, inputs: dic
     """Runs a compiled step on a cache, which it may take over, and on inputs, which it only reads."""
     donate = check_flag("donate", donate)
     cache = unshared(cache, *inputs.values()) if donate else cache
-    return _compiled(name, donate)(spec=model.spec, params=model.params, cache=cache, **inputs, **options)
+    with dispatch.following(model.params, cache, inputs):
+        return _compiled(name, donate)(spec=model.spec, params=model.params, cache=cache, **inputs, **options)
 
 
 # ---- public
@@ -336,5 +338,6 @@ def forward(model: Model, tokens: Any, *, return_selected: bool = False) -> Any:
     tokens = check_ids(model.spec, tokens, "[B, T]")
     if tokens.shape[1] > model.spec.max_seq_len:
         raise ValueError(f"Expected 1..{model.spec.max_seq_len} tokens a row, got {tokens.shape[1]}")
-    logits, selected = _forward(model.spec, model.params, tokens, return_selected)
+    with dispatch.following(model.params, tokens):
+        logits, selected = _forward(model.spec, model.params, tokens, return_selected)
     return (logits, selected) if return_selected else logits

@@ -1,14 +1,21 @@
 """The choice of implementations, its report, and value checks that cost nothing when off."""
 
+import dataclasses
 import logging
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jmla
 from jmla import kernels
 from jmla.kernels import checks, dispatch, launch, layouts
+from jmla.models import make_model
+from jmla.models.random import init_random
+from tests.kernel_calls import forbid
+from tests.tiny import V4
 
 
 @pytest.fixture
@@ -222,3 +229,148 @@ def test_triton_is_left_out_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
     assert launch.unavailable(dispatch.Target("cuda", 120)) is None
     monkeypatch.setattr(launch, "_broken", lambda: "jax-triton cannot be imported")
     assert launch.unavailable(dispatch.Target("cuda", 120)) == "jax-triton cannot be imported"
+
+
+# ---- the target of a step
+
+
+@pytest.fixture
+def cpu() -> Iterator[None]:
+    """Arrays go to the CPU, whatever else there is."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.mark.usefixtures("cpu")
+def test_following_knows_the_devices_that_tracing_does_not_see(toy: str) -> None:
+    x = jnp.zeros(2)
+    step = jax.jit(lambda x: run(x))
+    step(x)
+    assert dispatch.report()[-1].implementation == "triton on cuda or xla"
+    with dispatch.following({"x": x}):  # the default device
+        assert step(x).tolist() == [1, 1]
+        assert dispatch.report()[-1].others == (("triton", "runs on cuda, the target is cpu"),)
+        with dispatch.following(x), jax.default_device("cpu"):
+            assert dispatch.current_target() == dispatch.Target("cpu")
+    with kernels.target(compute_capability=90), dispatch.following(x):
+        assert dispatch.current_target() == dispatch.Target("cuda", 90)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))), dispatch.following(x):
+        assert dispatch._target.value is None  # tracing sees the mesh
+    assert dispatch.current_target() == dispatch.Target()
+
+    def traced(x: jax.Array) -> jax.Array:
+        with dispatch.following(x, np.zeros(2)):
+            assert dispatch.current_target() == dispatch.Target()
+        return x
+
+    jax.jit(traced)(x)
+
+
+class Device:
+    """As JAX describes a device that is not here."""
+
+    platform, compute_capability = "gpu", "9.0"
+
+
+class Held(jax.Array):
+    """An array, as far as its devices go."""
+
+    def __init__(self, *devices: Device | jax.Device, committed: bool):
+        self._devices, self._committed = set(devices), committed
+
+    committed = property(lambda self: self._committed)
+
+    def devices(self) -> set:
+        return self._devices
+
+
+@pytest.mark.usefixtures("cpu")
+def test_following_takes_the_device_of_the_first_bound_array() -> None:
+    """As JAX does: an array that is bound to a device takes the program there, others go to the default device."""
+    here, there = jax.devices("cpu")[0], Device()
+    held = {committed: Held(there, committed=committed) for committed in (False, True)}
+    with dispatch.following(held[False], np.zeros(2)):
+        assert dispatch.current_target() == dispatch.Target("cpu")
+    with dispatch.following(jnp.zeros(2), held[True]):
+        assert dispatch.current_target() == dispatch.Target("cuda", 90)
+    with dispatch.following(jax.device_put(jnp.zeros(2), here), held[True]):
+        assert dispatch.current_target() == dispatch.Target("cpu")
+
+
+@pytest.mark.usefixtures("cpu")
+def test_steps_choose_for_the_devices_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to run a model knows its target while it is traced, and never asks for the default backend."""
+
+    def unasked() -> str:
+        raise AssertionError("Expected nobody to ask for the default backend")
+
+    monkeypatch.setattr(jax, "default_backend", unasked)
+    monkeypatch.setattr(launch, "_broken", lambda: None)  # while tracing alone, "triton on cuda or xla" would serve
+    monkeypatch.setattr(dispatch, "_choices", {})
+    jax.clear_caches()
+    config = dataclasses.replace(V4, num_hidden_layers=1, layer_kinds=("window",), layer_routing=("hash",))
+    model = make_model(config, jax.tree.map(jnp.asarray, init_random(config)), dtype="float32", kv_layout="float32")
+    ids = np.arange(2, 14, dtype=np.int32)[None]
+
+    def served() -> set[str]:
+        names = {choice.implementation for choice in dispatch.report()}
+        assert {"sparse_mla", "kv_pack"} <= {choice.op for choice in dispatch.report()}
+        dispatch._choices.clear()
+        return names
+
+    cache = jmla.init_cache(model, 1, 256)
+    _, hidden, cache = jmla.prefill(model, ids, [12], cache, return_hidden=True)
+    assert served() == {"xla"}
+    jmla.decode(model, [3], jmla.copy(cache))
+    assert served() == {"xla"}
+    jmla.draft(model, hidden, ids, cache)
+    assert served() == {"xla"}
+    jmla.forward(model, ids)
+    assert served() == {"xla"}
+    jmla.generate(model, ids.tolist(), max_new_tokens=3)
+    assert served() == {"xla"}
+    jmla.generate_tokens(model, ids, [12], jax.random.key(0), max_new_tokens=3)
+    assert served() == {"xla"}
+
+
+# ---- the operator's switch, on the real operations
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_switched_off_triton_leaves_every_operation_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a GPU, whose kernels here fail when they are called: so does each operation, until Triton is disabled."""
+    monkeypatch.setattr(dispatch, "_registry", dict(dispatch._registry))
+    monkeypatch.setattr(dispatch, "_choices", {})
+    monkeypatch.setattr(launch, "_broken", lambda: None)
+    monkeypatch.delenv("JMLA_DISABLE", raising=False)
+    page, width, rows = 4, 128, jnp.asarray(np.random.default_rng(0).standard_normal((3, 128)), jnp.bfloat16)
+    layout, index = layouts.plain(width, "bfloat16", page), layouts.index132(page, width=width)
+    pool = layout.zeros(2).at[:].set(jnp.tile(rows.reshape(-1), 2)[: page * width])
+    keys = jnp.full_like(index.zeros(2), 0x30)
+    slots = jnp.array([[5, 0, -1]], jnp.int32)
+    calls = {
+        "kv_pack": lambda: kernels.kv_pack(rows, slots[0], pool, layout=layout),
+        "index_scores": lambda: kernels.index_scores(
+            rows[:1, None], jnp.ones((1, 1)), keys, layout=index, lengths=jnp.array([6]), table=jnp.array([[1, 0]])
+        ),
+        "top_k": lambda: kernels.top_k(jnp.array([[1.0, 3.0, 2.0]]), None, 2),
+        "resolve_slots": lambda: kernels.resolve_slots(slots, jnp.array([0]), jnp.array([[1, 0]]), page_size=page),
+        "sparse_mla": lambda: kernels.sparse_mla(rows[:1, None], pool, slots, layout=layout, scale=0.1),
+    }
+    expected = {op: jax.tree.map(np.asarray, call()) for op, call in calls.items()}  # on the CPU
+    for op in calls:
+        forbid(monkeypatch, op, "triton")
+    with kernels.target(compute_capability=90):
+        for op, call in calls.items():
+            with pytest.raises(AssertionError, match=f"triton was called for {op}"):
+                call()
+        monkeypatch.setenv("JMLA_DISABLE", "triton,pallas")
+        dispatch._choices.clear()
+        for op, call in calls.items():
+            jax.tree.map(np.testing.assert_array_equal, call(), expected[op])
+    chosen = {choice.op: choice for choice in dispatch.report()}
+    assert set(chosen) == set(calls)
+    for choice in chosen.values():
+        assert choice.implementation == "xla"
+        assert ("triton", "disabled by JMLA_DISABLE") in choice.others
+        assert "triton: disabled by JMLA_DISABLE" in str(dispatch.report())

@@ -1,5 +1,6 @@
-"""``python -m jmla.bench kernels [--only TEXT] [--json FILE] [--implementation NAME]``."""
+"""``python -m jmla.bench kernels`` and ``python -m jmla.bench profile``; ``--help`` shows their options."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -22,6 +23,25 @@ def kernels(
     from jmla.bench.kernels import run
 
     run(only, json, tuple(implementation) if implementation else None)
+
+
+@app.command()
+def profile(
+    kind: Annotated[list[str] | None, typer.Option(help="window, csa or hca; repeatable. Default: csa, hca.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 64, 1.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 32768,
+    json: Annotated[str | None, typer.Option(help="File for the results, with hardware, versions and flags.")] = None,
+    picture: Annotated[str | None, typer.Option(help="File for a picture (.png or .svg; needs matplotlib).")] = None,
+) -> None:
+    """Show where the time of one decode layer of V4-Flash goes."""
+    from jmla.bench.profile import FLASH, XLA_FLAGS, run
+
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise SystemExit("jmla.bench profile needs an NVIDIA GPU; for the CPU path see benchmarks/cpu.py")
+    run(FLASH, kind or ("csa", "hca"), rows or (64, 1), context, json, picture)
 
 
 if __name__ == "__main__":
