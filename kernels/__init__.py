@@ -1,4 +1,4 @@
-"""The operations of sparse multi-head latent attention over paged caches."""
+"""The operations of sparse multi-head latent attention over paged caches, and of the networks around it."""
 
 from . import layouts
 from .checks import ValueCheckError, debug_checks
@@ -9,6 +9,7 @@ from .kv_pack import kv_pack, kv_unpack
 from .layouts import KVLayout
 from .merge import merge
 from .resolve_slots import resolve_slots
+from .sinkhorn import sinkhorn
 from .sparse_mla import Epilogue, Quantised, sparse_mla
 from .top_k import top_k
 
@@ -26,6 +27,7 @@ __all__ = [
     "merge",
     "report",
     "resolve_slots",
+    "sinkhorn",
     "sparse_mla",
     "target",
     "top_k",

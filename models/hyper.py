@@ -33,18 +33,6 @@ def weighted_sum(weights: jax.Array, x: jax.Array) -> jax.Array:
     return total
 
 
-def sinkhorn(logits: jax.Array, iters: int, eps: float) -> jax.Array:
-    """Near doubly stochastic ``[R, N, N]``: row softmax, then alternating normalisations ending on columns."""
-    mix = jax.nn.softmax(logits, axis=-1) + eps
-    mix = mix / (jnp.sum(mix, axis=-2, keepdims=True) + eps)
-
-    def step(mix: jax.Array, _: None) -> tuple[jax.Array, None]:
-        mix = mix / (jnp.sum(mix, axis=-1, keepdims=True) + eps)
-        return mix / (jnp.sum(mix, axis=-2, keepdims=True) + eps), None
-
-    return jax.lax.scan(step, mix, None, length=iters - 1)[0]
-
-
 def expand(x: jax.Array, y: jax.Array, post: jax.Array, mix: jax.Array) -> jax.Array:
     """Hyper-connection after a sublayer: ``X'_k = post_k y + sum_j mix[j, k] X_j``; ``[R, N, D]``."""
     streams = x.shape[1]

@@ -5,6 +5,7 @@ The formulas are those of the published reference (DeepSeek-V4 `inference/model.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jmla import kernels
 from jmla.models import moe
 from jmla.models.config import V4Config
 from jmla.models.context import StepContext, Store
-from jmla.models.hyper import HyperHead, expand, head_logits, hyper_projection, sinkhorn, weighted_sum
+from jmla.models.hyper import HyperHead, expand, head_logits, hyper_projection, weighted_sum
 from jmla.models.layers import Packed, einsum, embed, product, rms_norm, swiglu, weight
 from jmla.models.rope import rotate_tail
 from jmla.models.select import select
@@ -100,11 +101,15 @@ class V4Layer(nnx.Module):
 
     # ---- row-wise pieces
 
-    def collapse(self, x: jax.Array, sublayer: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def collapse(
+        self, x: jax.Array, sublayer: int, implementation: str | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Hyper-connection before a sublayer (0 attention, 1 feed-forward), all in float32.
 
         Args:
             x: ``[R, N, D]`` residual streams.
+            sublayer: 0 or 1.
+            implementation: of the mixing matrices.
 
         Returns:
             The sublayer's input ``[R, D]``, the output gains ``[R, N]`` and the stream mixing ``[R, N, N]``.
@@ -114,18 +119,20 @@ class V4Layer(nnx.Module):
         z = hyper_projection(x, fn, c.rms_norm_eps)
         pre = jax.nn.sigmoid(z[:, :n] * scale[0] + base[:n]) + c.hc_eps
         post = 2 * jax.nn.sigmoid(z[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-        mix = sinkhorn((z[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n), c.hc_sinkhorn_iters, c.hc_eps)
+        logits = (z[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)
+        mix = kernels.sinkhorn(logits, iters=c.hc_sinkhorn_iters, eps=c.hc_eps, implementation=implementation)
         return weighted_sum(pre, x).astype(x.dtype), post, mix
 
-    def project(self, x: jax.Array, table: jax.Array) -> dict[str, jax.Array]:
+    def project(self, x: jax.Array, table: jax.Array, implementation: str | None = None) -> dict[str, jax.Array]:
         """Everything the attention needs of a row: query, KV, compressor and indexer projections.
 
         Args:
             x: ``[R, N, D]``.
             table: ``[R, rope]`` cosines and sines of the rows' positions.
+            implementation: of the mixing matrices.
         """
         c, rows = self.config, x.shape[0]
-        u, post, mix = self.collapse(x, 0)
+        u, post, mix = self.collapse(x, 0, implementation)
         h = rms_norm(u, self.small["attn_norm"], c.rms_norm_eps)
         latent = rms_norm(product(h, self.wq_a[...]), self.small["q_norm"], c.rms_norm_eps)
         q = product(latent, self.wq_b[...]).reshape(rows, c.num_attention_heads, c.head_dim)
@@ -148,10 +155,10 @@ class V4Layer(nnx.Module):
         grouped = einsum("rgi,goi->rgo", out, self.wo_a[...])
         return product(grouped.reshape(out.shape[0], -1), self.wo_b[...])
 
-    def route(self, x: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    def route(self, x: jax.Array, tokens: jax.Array, implementation: str | None = None) -> dict[str, jax.Array]:
         """The feed-forward half up to the experts: normed input, expert choice, and the shared expert's output."""
         c = self.config
-        u, post, mix = self.collapse(x, 1)
+        u, post, mix = self.collapse(x, 1, implementation)
         h = rms_norm(u, self.small["ffn_norm"], c.rms_norm_eps)
         logits = product(h.astype(jnp.float32), self.moe.gate[...])
         learned = self.kind.routing == "learned"
@@ -188,7 +195,8 @@ class V4Layer(nnx.Module):
             New streams, new store, and for a CSA layer the selected entries ``[R, k]`` (-1 filled), else None.
         """
         table = self.rotary(ctx, ctx.flat_positions)
-        parts = ctx.rowwise(self.project, x, table)
+        mixing = ctx.implementation("sinkhorn")
+        parts = ctx.rowwise(functools.partial(self.project, implementation=mixing), x, table)
         pools, states = dict(store["pools"]), dict(store["states"])
         pages = ctx.layer_pages("window", pools)
         window_offset = at["window"] * pages * PAGE_TOKENS
@@ -223,7 +231,7 @@ class V4Layer(nnx.Module):
 
         def finish(x: jax.Array, out: jax.Array, parts: dict[str, jax.Array], table: jax.Array, tokens: jax.Array):
             x = expand(x, self.attention_output(out, table), parts["post"], parts["mix"])
-            return x, self.route(x, tokens)
+            return x, self.route(x, tokens, mixing)
 
         kept = {"post": parts["post"], "mix": parts["mix"]}
         x, routed = ctx.rowwise(finish, x, out, kept, table, ctx.tokens)

@@ -26,6 +26,7 @@ CASES = {  # operation -> quick tests of tests/test_kernels_<operation>.py with 
         "split_segments_and_the_combined_row[triton]",
         "window_is_ascending_and_left_packed[triton]",
     ],
+    "sinkhorn": ["equals_the_formula[triton-64-4-20]", "rows_are_on_their_own[triton]"],
     "sparse_mla": ["named_shapes[triton-v3.2]", "named_shapes[triton-glm-5]", "named_shapes[triton-v4-flash-csa]"],
     "top_k": [
         "hard_rows[triton-512-5000]",

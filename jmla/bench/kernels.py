@@ -11,7 +11,7 @@ from typing import Any
 from jmla.bench import timing
 from jmla.bench.case import Case
 
-OPS = ("sparse_mla", "kv_pack", "index_scores", "top_k", "resolve_slots", "compress")
+OPS = ("sparse_mla", "kv_pack", "index_scores", "top_k", "resolve_slots", "sinkhorn", "compress")
 # Seen on an H200: dense bf16 product, twice that in e4m3, and device copy (read and write).
 CEILINGS = {"H200": {"bf16_tflops": 790.0, "fp8_tflops": 1580.0, "copy_tbps": 4.3}}
 

@@ -1,0 +1,5 @@
+"""Mixing matrices of hyper-connections."""
+
+from .api import sinkhorn
+
+__all__ = ["sinkhorn"]
