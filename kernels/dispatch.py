@@ -45,12 +45,14 @@ class Implementation:
         function: takes the arrays of the operation by position and the rest by keyword.
         platform: the only platform that it runs on, or None for every one.
         why_not: gives the reason why it cannot serve a target and shapes, or None when it can.
+        named_only: whether it serves only where it is named.
     """
 
     name: str
     function: Callable[..., Any]
     platform: str | None = None
     why_not: WhyNot | None = None
+    named_only: bool = False
 
     def reason(self, target: Target, shapes: Mapping[str, Any]) -> str | None:
         """Why it cannot run, or None."""
@@ -98,12 +100,21 @@ _target = jax.make_user_context(None)
 
 
 def register(
-    op: str, name: str, function: Callable[..., Any], *, platform: str | None = None, why_not: WhyNot | None = None
+    op: str,
+    name: str,
+    function: Callable[..., Any],
+    *,
+    platform: str | None = None,
+    why_not: WhyNot | None = None,
+    named_only: bool = False,
 ) -> None:
-    """Adds an implementation of an operation, behind those that are there: register the best first."""
+    """Adds an implementation of an operation, behind those that are there: register the best first.
+
+    One that is ``named_only`` serves those that ask for it, and is never chosen.
+    """
     if name not in NAMES:
         raise ValueError(f"Expected {name=} to be one of: {', '.join(NAMES)}")
-    _registry.setdefault(op, {})[name] = Implementation(name, function, platform, why_not)
+    _registry.setdefault(op, {})[name] = Implementation(name, function, platform, why_not, named_only)
 
 
 def implementations(op: str) -> tuple[str, ...]:
@@ -148,7 +159,7 @@ def following(*arrays: Any) -> Iterator[None]:
 
     Args:
         arrays: pytrees. The first array that is bound to devices decides, as it does in JAX; where none is, JAX's
-            default device does.
+            default device does. One traced array is enough to leave the choice as it is.
     """
     stated = _target.value is not None or not jax.sharding.get_abstract_mesh().empty
     device = None if stated else _device_of_program(arrays)
@@ -238,7 +249,9 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
     serving: list[Implementation] = []
     for candidate in known.values():
         first = next((s for s in serving if s.platform in (None, where.platform, candidate.platform)), None)
-        if first is not None:
+        if candidate.named_only:
+            others.append((candidate.name, "serves where it is named"))
+        elif first is not None:
             others.append((candidate.name, f"{first.name} comes first"))
         elif reason := candidate.reason(where, shapes):
             others.append((candidate.name, reason))

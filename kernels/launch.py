@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ MIN_CAPABILITY = 90
 interpreter: Callable[..., Sequence[jax.Array]] | None = None
 
 _kept = contextvars.ContextVar("kept", default=False)
+_ours = contextvars.ContextVar("ours", default=False)  # while jax-triton compiles a kernel of this package
 
 
 @functools.cache
@@ -88,8 +89,8 @@ def mend_jax_triton() -> None:
     It sends Gluon kernels through the stages of Triton kernels, whose passes choose layouts anew and do not end on such
     kernels; and it launches as many warps as it was asked for, where the compiler has added those of the other roles.
 
-    It takes every array to start at a multiple of 16 bytes. XLA hands over a slice of an array by its address, so only
-    arrays whose rows are such multiples are taken to here.
+    It also takes every array to start at a multiple of 16 bytes. Of the operands of this package's kernels only those
+    are taken to that ``_keeps_aligned`` names.
     """
     import jax_triton.triton_lib as lib
 
@@ -122,33 +123,46 @@ def mend_jax_triton() -> None:
         gluon = "ttg.num-warps" in str(module)  # a Triton kernel has no number of warps yet
         return compile_kernel(module, Stages(backend) if gluon else backend, options, capability)
 
-    build = lib.KernelSpecialization.build
+    build, find = lib.KernelSpecialization.build, lib.TritonFunction.get_or_create_kernel
 
     @functools.wraps(build)
     def build_unaligned(arg_names: Any, args: Any, *rest: Any) -> Any:
         made = build(arg_names, args, *rest)
         for i, arg in enumerate(args):
-            if isinstance(arg, jax.core.ShapedArray) and not _keeps_aligned(arg):
+            if _ours.get() and isinstance(arg, jax.core.ShapedArray) and not _keeps_aligned(arg):
                 made.specialization[i] = (made.specialization[i][0], "")
                 made.attrs[rest[2][i]] = []
         return made
 
+    @functools.wraps(find)
+    def find_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _ours.set(self.fn.fn.__module__.startswith("jmla."))
+        try:
+            return find(self, *args, **kwargs)
+        finally:
+            _ours.reset(token)
+
     lib.KernelSpecialization.build = build_unaligned
+    lib.TritonFunction.get_or_create_kernel = find_ours
     lib.compile_ttir_to_ptx_inplace = compile_either
     if runtime is not None:
         lib.triton_kernel_call_lib = Runtime()
 
 
 def _keeps_aligned(array: Any) -> bool:
-    """Whether a slice of rows of an array starts at a multiple of 16 bytes where the array does."""
+    """Whether an array in a buffer of its own, or whole rows of one, start at multiples of 16 bytes.
+
+    Vectors are taken to start anywhere: slices of them are given by address, which is cheaper than a copy.
+    """
     return len(array.shape) > 1 and array.shape[-1] * jax.numpy.dtype(array.dtype).itemsize % 16 == 0
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """An operand that a kernel updates, or what it has become, in a buffer of its own.
+    """An operand of a kernel, or what it has become, in a buffer of its own.
 
     XLA gives a kernel the addresses of slices that it reads, or that its result is written into, rather than copies.
-    Where the kernel updates such an operand in place, the operand and the result may then be two places.
+    Such a slice may start anywhere; and where the kernel updates it in place, the operand and the result may be two
+    places.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -177,6 +191,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     options: Mapping[str, Any] | None = None,
+    pools: Collection[int] = (),
     **constants: Any,
 ) -> Any:
     """Calls a Triton kernel.
@@ -192,6 +207,7 @@ def launch(
         num_warps: warps of a program.
         num_stages: stages of software pipelines.
         options: further options of the compiler, such as ``maxnreg``.
+        pools: operands whose slices are whole pages, and may be given by address; those of others are copied.
         constants: the kernel's ``constexpr`` parameters.
 
     Returns:
@@ -208,7 +224,10 @@ def launch(
     with warnings.catch_warnings():
         # The Refs that the warning recommends cannot be made inside a branch of platform_dependent.
         warnings.filterwarnings("ignore", message="input_output_aliases is deprecated", category=DeprecationWarning)
-        operands = tuple(whole(x) if i in aliases else x for i, x in enumerate(operands))
+        operands = tuple(
+            whole(x) if i in aliases or (isinstance(x, jax.Array) and i not in pools and _keeps_aligned(x)) else x
+            for i, x in enumerate(operands)
+        )
         # jax-triton passes the outputs' buffers in order, and takes those that replace operands to be the last.
         single = hasattr(out, "shape")
         outs = [out] if single else list(out)
@@ -223,10 +242,10 @@ def launch(
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=capability(),
-            backend_options=dict(options or {}),
+            backend_options={"enable_fp_fusion": True} | dict(options or {}),
             has_side_effect=_kept.get(),
             **constants,
         )
     results = [results[order.index(i)] for i in range(len(outs))]
-    results = [whole(x) if i in aliases.values() else x for i, x in enumerate(results)]
+    results = [whole(x) if i in aliases.values() or _keeps_aligned(x) else x for i, x in enumerate(results)]
     return results[0] if single else tuple(results)

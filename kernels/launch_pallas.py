@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def _local_gpu() -> bool:
 
 
 def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | None] | None = None) -> None:
-    """Registers the Pallas implementation of an operation; see ``launch.register``."""
+    """Registers the Pallas implementation of an operation, which serves where it is named; see ``launch.register``."""
 
     def why_not(target: dispatch.Target, shapes: Mapping[str, Any]) -> str | None:
         return unavailable(target) or (refuses(shapes) if refuses else None)
@@ -47,7 +48,7 @@ def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | 
     def function(*arrays: Any, **static: Any) -> Any:
         return getattr(importlib.import_module(module), op)(*arrays, **static)
 
-    dispatch.register(op, "pallas", function, platform="cuda", why_not=why_not)
+    dispatch.register(op, "pallas", function, platform="cuda", why_not=why_not, named_only=True)
 
 
 def offsets_overflow(array: jax.ShapeDtypeStruct) -> bool:
@@ -85,7 +86,7 @@ def launch(
     present = [i for i, x in enumerate(operands) if x is not None]
     updated = {present[i] for i in aliases}
     operands = tuple(whole(x) if i in updated else x for i, x in enumerate(operands))
-    results = pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(kernel, **constants),
         out_shape=out,
         grid=grid,
@@ -93,7 +94,10 @@ def launch(
         interpret=interpreting,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         name=kernel.__name__,
-    )(*operands)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # of the backend, at lowering outside of jit
+        results = call(*operands)
     if single:
         return whole(results) if aliases else results
     return tuple(whole(x) if i in aliases.values() else x for i, x in enumerate(results))

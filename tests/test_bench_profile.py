@@ -1,6 +1,7 @@
 """The profile of a layer: on the CPU from end to end, and as a GPU's traces and programs describe themselves."""
 
 import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,4 +176,7 @@ def test_true_widths_need_a_gpu(monkeypatch):
 
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert "needs an NVIDIA GPU" in str(CliRunner().invoke(app, ["profile"]).exception or "")
+    assert "needs an NVIDIA GPU" in str(CliRunner().invoke(app, ["profile"]).exception)
+    assert os.environ["XLA_FLAGS"] == profile.XLA_FLAGS
+    for bad in (["--kind", "foo"], ["--context", "0"], ["--rows", "0"]):
+        assert CliRunner().invoke(app, ["profile", *bad]).exit_code == 2

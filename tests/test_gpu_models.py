@@ -31,6 +31,7 @@ from training import evaluate
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("index_scores", "kv_pack", "resolve_slots", "sparse_mla", "top_k")
+V4_OPS = ("compress", "sinkhorn")  # further ones of V4
 EXACT_OPS = ("kv_pack", "resolve_slots", "top_k")  # those whose kernels take float32; products of it are XLA's
 GREEDY = jmla.SamplingParams(temperature=0.0)
 
@@ -176,7 +177,7 @@ def test_fp8_cache_hardly_moves_the_loss():
     dispatch._choices.clear()
     with on_gpu():
         got = loss("bfloat16", "footer584", tokens)
-    check_kernels_served(OPS)
+    check_kernels_served((*OPS, *V4_OPS))
     assert 1.0 < expected < 3.5 or interpreted()
     assert got == pytest.approx(expected, rel=0.01)
 
@@ -330,11 +331,11 @@ def test_a_switched_off_triton_leaves_a_whole_model_to_xla(monkeypatch):
 
     with on_gpu():
         by_kernels = logits()
-    check_kernels_served(OPS)
-    monkeypatch.setenv("JMLA_DISABLE", "triton,pallas")
+    check_kernels_served((*OPS, *V4_OPS))
+    monkeypatch.setenv("JMLA_DISABLE", "triton")
     jax.clear_caches()
     dispatch._choices.clear()
-    for op in OPS:
+    for op in (*OPS, *V4_OPS):
         forbid(monkeypatch, op, "triton")
     with on_gpu():
         by_xla = logits()

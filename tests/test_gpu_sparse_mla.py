@@ -189,6 +189,46 @@ def test_deterministic_rows_do_not_depend_on_their_mates_or_on_padding(name):
         np.testing.assert_array_equal(np.asarray(whole), np.asarray(padded))
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("layout", [inline656(64), footer584(64)], ids=lambda layout: layout.name)
+def test_values_of_very_different_sizes(layout, rows):
+    """Tiles of a row differ by 2^27 and rows by 2^40: each value is as exact as those of its head allow."""
+    rng = np.random.default_rng(0)
+    count, tile = 640, layout.tile
+    data = rng.normal(size=(count, layout.width)).astype(np.float32)
+    data[:, : layout.nope] *= np.repeat(2.0 ** rng.integers(-20, 8, (count, -(-layout.nope // tile))), tile, 1)[
+        :, : layout.nope
+    ]
+    for size in (1.0, 2.0**-40, 2.0**30):
+        pool = kv_pack(size * data, np.arange(count), layout.zeros(10), layout=layout, implementation="xla")
+        q = jnp.zeros((rows, 64, layout.width), jnp.bfloat16)  # all weigh alike
+        slots = jnp.asarray(np.stack([rng.permutation(count) for _ in range(rows)]), jnp.int32)
+        out, _ = jax.jit(functools.partial(sparse_mla, layout=layout, scale=1.0, v_dim=512, implementation="triton"))(
+            q, pool, slots
+        )
+        want = np.asarray(gather_rows(pool, jnp.arange(count), layout), np.float64)[:, :512].mean(0)
+        error = np.abs(np.asarray(out, np.float64) - want)
+        assert (error <= 2.0**-8 * np.abs(want) + 2.0**-20 * np.abs(want).max()).all(), (size, error.max())
+
+
+@pytest.mark.parametrize("name", ["v3.2", "v4-flash-csa"])
+def test_holes_beside_queries_that_are_not_finite(name):
+    """A row of holes gives zero and -inf whatever its query; other rows do not notice."""
+    shape = ATTENTION[name]
+    q, pools, slots = inputs(shape, 4)
+    call = jax.jit(functools.partial(attend, shape, implementation="triton"))
+    out, lse = call(q, pools, slots)
+    spoilt = q.at[1].set(jnp.nan).at[2].set(jnp.inf)
+    holes = [s.at[1:3].set(-1) for s in slots]
+    got, got_lse = call(spoilt, pools, holes)
+    for row in (1, 2):
+        np.testing.assert_array_equal(np.asarray(got[row]), 0)
+        np.testing.assert_array_equal(np.asarray(got_lse[row]), -np.inf)
+    for row in (0, 3):
+        np.testing.assert_array_equal(np.asarray(got[row]), np.asarray(out[row]))
+        np.testing.assert_array_equal(np.asarray(got_lse[row]), np.asarray(lse[row]))
+
+
 @pytest.mark.parametrize("layout", [inline656(64), footer584(64)], ids=lambda layout: layout.name)
 def test_far_end_of_a_large_pool(layout):
     """Rows past byte 2^31 are read where they are."""

@@ -425,7 +425,7 @@ def test_one_of_several_layers_is_advanced_as_if_alone(kind, cuts, sliced, imple
     np.testing.assert_array_equal(np.asarray(states), np.stack([other, last, -other]))
 
 
-@pytest.mark.parametrize("layer", [-1, 3])
+@pytest.mark.parametrize("layer", [-1, 3, np.int64(7), np.int32(-1)])
 def test_a_layer_that_does_not_exist(layer):
     values, gates, ape, state = case("csa", 2, 4)
     positions = np.broadcast_to(np.arange(4, dtype=np.int32), (2, 4))

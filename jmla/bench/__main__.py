@@ -1,11 +1,20 @@
 """``python -m jmla.bench kernels`` and ``python -m jmla.bench profile``; ``--help`` shows their options."""
 
+import enum
 import os
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class Kind(enum.StrEnum):
+    """Kinds of layers by their attention."""
+
+    WINDOW = "window"
+    CSA = "csa"
+    HCA = "hca"
 
 
 @app.callback()
@@ -27,9 +36,9 @@ def kernels(
 
 @app.command()
 def profile(
-    kind: Annotated[list[str] | None, typer.Option(help="window, csa or hca; repeatable. Default: csa, hca.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 64, 1.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 32768,
+    kind: Annotated[list[Kind] | None, typer.Option(help="Repeatable. Default: csa, hca.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Sequences; repeatable. Default: 64, 1.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 32768,
     json: Annotated[str | None, typer.Option(help="File for the results, with hardware, versions and flags.")] = None,
     picture: Annotated[str | None, typer.Option(help="File for a picture (.png or .svg; needs matplotlib).")] = None,
 ) -> None:

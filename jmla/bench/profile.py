@@ -314,7 +314,7 @@ def profile_layer(config: V4Config, kind: str, rows: int, context: int, steps: i
         config: of the model.
         kind: of the layer: "window", "csa" or "hca".
         rows: sequences.
-        context: tokens of each sequence before the step.
+        context: tokens of each sequence, that of the step included; a multiple of 128 closes windows of all kinds.
         steps: that are traced; the result is their mean.
 
     Returns:
@@ -322,7 +322,6 @@ def profile_layer(config: V4Config, kind: str, rows: int, context: int, steps: i
         to the last (they are launched one by one here); ``parts`` and ``kernels``, each by falling time.
     """
     spec, params = one_layer(config, kind, context)
-    # The token at the last position of a window closes it.
     cache = full_cache(spec, rows, context - 1)
     x = jax.random.normal(jax.random.key(1), (rows, config.hc_mult, config.hidden_size), spec.dtype)
     with dispatch.following(params, cache, x):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import dispatch, launch, launch_pallas
-from ..checks import check_dtype, check_float, check_shape, int32_array
+from ..checks import check_dtype, check_float, check_shape, check_values, checking, int32_array
 from . import plan, xla
 
 PAGE_TOKENS = 256  # raw tokens of a page; whole windows must fill it
@@ -49,8 +49,9 @@ def compress(
         overlap: whether an entry also pools the previous window.
         ape: ``[ratio, W]`` bias of the gates, row ``p % ratio``.
         layer: int32 scalar, the layer whose state is advanced, where ``state`` holds those of all layers. They are
-            given whole, as the pools are, since a slice of them would be copied out and back.
-        implementation: "triton", "pallas", "xla", or None for the best.
+            given whole, as the pools are, since a slice of them would be copied out and back. A layer that does not
+            exist is an error where the host knows it, else the nearest one that does.
+        implementation: "triton", "pallas" (without ``layer``), "xla", or None for the best.
 
     Returns:
         Entries ``[B, T // ratio + 1, d]`` float32, entry e of row b being window ``positions[b, 0] // ratio + e``, or
@@ -77,10 +78,14 @@ def compress(
         check_shape("state", state, (batch, None, 2 * width), "[B, ring, 2 * W]")
     else:
         check_shape("state", state, (None, batch, None, 2 * width), "[layers, B, ring, 2 * W]")
-        if isinstance(layer, int) and not 0 <= layer < state.shape[0]:
-            raise ValueError(f"Expected {layer=} to be one of the {state.shape[0]} layers of the state")
+        known = None if isinstance(layer, jax.Array) else layer
         layer = int32_array("layer", layer)
         check_shape("layer", layer, (), "[]")
+        if known is not None and not 0 <= int(known) < state.shape[0]:
+            raise ValueError(f"Expected layer={int(known)} to be one of the {state.shape[0]} layers of the state")
+        if checking():
+            check_values("compress", "layer", (layer < 0) | (layer >= state.shape[0]), layer, "to be a layer")
+        layer = jnp.clip(layer, 0, state.shape[0] - 1)
     slots = ratio * (2 if overlap else 1)
     if state.shape[-2] < slots:
         raise ValueError(

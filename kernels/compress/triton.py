@@ -48,14 +48,13 @@ def _pool(values, gates, state, ape, start, first, channel, inside, P: tl.conste
 
 
 @triton.jit
-def _compress(values, gates, state, positions, ape, layer, entries, P: tl.constexpr, LAYERS: tl.constexpr):
+def _compress(values, gates, state, positions, ape, layer, entries, P: tl.constexpr):
     """Grid (rows * P.groups, P.d / P.channels)."""
     row, group = (tl.program_id(0) // P.groups).to(tl.int64), tl.program_id(0) % P.groups
     values += row * P.steps * P.width
     gates += row * P.steps * P.width
     if layer is not None:
-        at = tl.minimum(tl.maximum(tl.load(layer), 0), LAYERS - 1)
-        state += at.to(tl.int64) * (tl.num_programs(0) // P.groups) * P.ring * (2 * P.width)
+        state += tl.load(layer).to(tl.int64) * (tl.num_programs(0) // P.groups) * P.ring * (2 * P.width)
     state += row * P.ring * (2 * P.width)
     positions += row * P.steps
     entries += row * P.windows * P.d
@@ -131,7 +130,6 @@ def _compress_call(
         num_warps=plan.warps,
         options={"enable_fp_fusion": False},  # no product and sum may become one: bits would depend on the program
         P=plan,
-        LAYERS=1 if layer is None else state.shape[0],
     )
     return entries, state
 

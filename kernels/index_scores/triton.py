@@ -356,7 +356,9 @@ def scores(
     if registers is None and not made.early and made.page_size % TILE == 0:
         registers = REGISTERS[made.pairs]
     options = {"maxnreg": registers} if registers else None
-    return launch(_index_scores, *operands, out=out, grid=grid, num_stages=made.stages, options=options, P=made)
+    return launch(
+        _index_scores, *operands, out=out, grid=grid, num_stages=made.stages, options=options, pools=(2,), P=made
+    )
 
 
 index_scores = with_xla_rules(scores, xla.index_scores)

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import forms
 
-# Triton 3.9 renames three of the functions that 3.6 has.
-RENAMED = gl.constexpr(hasattr(gl, "barrier"))
+# Names that Triton has changed since 3.6: one of them in 3.7, the others by 3.9.
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
@@ -38,6 +38,7 @@ PRODUCERS = 8  # warps
 # producers count twice). Found by spills: with 8 fewer the second consumer spills a kilobyte.
 REGISTERS = (224, 72)
 LOG2E, LN2 = gl.constexpr(forms.LOG2E), gl.constexpr(forms.LN2)
+NARROW = gl.constexpr(forms.NARROW)  # values that the first consumer accumulates
 UP = gl.constexpr(2.0**60)  # the factor that queries carry and outputs get back
 TIMES_SCALE = gl.constexpr(f"{{ {forms.PLACE} mul.rn.bf16x2 $0, c, $3; mul.rn.bf16x2 $1, d, $4; }}")
 
@@ -243,7 +244,7 @@ def _staged(queries, TILE: gl.constexpr, P: gl.constexpr):
     """Where the output waits to be written, once nothing reads the queries: bf16, or partial outputs in float16."""
     if P.direct:
         return queries
-    elif RENAMED:
+    elif REINTERPRETS:
         return queries.reinterpret(gl.float16, [64, 512], TILE)
     else:
         return queries._reinterpret(gl.float16, [64, 512], TILE)
@@ -254,6 +255,7 @@ def _up(biggest):
     """The power of two that lifts values of at most ``biggest`` to the top of float16's range, and its inverse."""
     exponent = (biggest.to(gl.int32, bitcast=True) >> 23) & 255
     field = gl.minimum(gl.maximum(268 - exponent, 1), 253)
+    field = gl.where(exponent == 255, 127, field)  # beside infinity and NaN the others stay what they are
     return (field << 23).to(gl.float32, bitcast=True), ((254 - field) << 23).to(gl.float32, bitcast=True)
 
 
@@ -265,7 +267,7 @@ def _right(
     """Accumulates the last three quarters of the values."""
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, AL)
-    acc = gl.zeros([64, 128], gl.float32, layout=AL)
+    acc = gl.zeros([64, 256 - NARROW], gl.float32, layout=AL)
     wide = gl.zeros([64, 256], gl.float32, layout=AL)
     for j in range(begin, end):
         n = j - begin
@@ -275,7 +277,7 @@ def _right(
         decay = gl.expand_dims(decays.load(ROWS), 1)
         acc = acc * decay
         wide = wide * decay
-        acc = warpgroup_mma(weights, keys.index(left).slice(128, 128, dim=1), acc, is_async=True)
+        acc = warpgroup_mma(weights, keys.index(left).slice(NARROW, 256 - NARROW, dim=1), acc, is_async=True)
         wide = warpgroup_mma(weights, keys.index(right), wide, is_async=True)
         acc = warpgroup_mma_wait(1, [acc])
         _barrier()
@@ -304,9 +306,9 @@ def _right(
     staged.slice(256, 256, dim=1).store(wide.to(staged.dtype))
     _barrier()
     mbarrier.arrive(written.index(0), count=1)  # the producers store these
-    staged.slice(128, 128, dim=1).store(acc.to(staged.dtype))
+    staged.slice(NARROW, 256 - NARROW, dim=1).store(acc.to(staged.dtype))
     _barrier()
-    _write(staged, out, place, head, 128, 128, 4, P)
+    _write(staged, out, place, head, NARROW, 256 - NARROW, 4, P)
 
 
 @gluon.jit
@@ -362,7 +364,7 @@ def _left(
     factor = gl.full([64], SCALE * LOG2E, gl.float32, layout=ROWS)
     if Q_SCALE:
         factor = factor * gl.load(q_scale + q_place + h, mask=real, other=0.0)
-    acc = gl.zeros([64, 128], gl.float32, layout=AL)
+    acc = gl.zeros([64, NARROW], gl.float32, layout=AL)
     top = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
     # Each thread adds up what it holds of a row; the four threads of a row meet at the end.
     mass = gl.zeros([64, 4], gl.float32, layout=QUADS)
@@ -380,7 +382,7 @@ def _left(
             logits = warpgroup_mma(rope_queries, rope.index(n % 2).permute((1, 0)), logits, is_async=True)
         hole = gl.expand_dims(bias.index(n % 2).load(gl.SliceLayout(0, SL)), 0)
         logits = warpgroup_mma_wait(0, [logits])
-        logits = gl.fma(logits, gl.expand_dims(factor, 1) + gl.zeros_like(logits), hole + gl.zeros_like(logits))
+        logits = gl.where(hole == 0, logits * gl.expand_dims(factor, 1), float("-inf"))
         new_top = gl.maximum(top, gl.convert_layout(gl.max(_quads(logits, True), 1), ROWS))
         origin = gl.where(new_top == float("-inf"), 0.0, new_top)
         decay = gl.exp2(top - origin)
@@ -396,7 +398,7 @@ def _left(
         _barrier()
         mbarrier.arrive(filled.index(0), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, AL)), 1)
-        acc = warpgroup_mma(gl.convert_layout(half, PL), left.slice(0, 128, dim=1), acc, is_async=True)
+        acc = warpgroup_mma(gl.convert_layout(half, PL), left.slice(0, NARROW, dim=1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         _barrier()
         mbarrier.arrive(empty.index(stage), count=1)
@@ -427,9 +429,9 @@ def _left(
         h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, AL))
         gl.store(factors + 2 * place + h, down, mask=h < P.heads)
     staged = _staged(queries, TILE, P)
-    staged.slice(0, 128, dim=1).store(acc.to(staged.dtype))
+    staged.slice(0, NARROW, dim=1).store(acc.to(staged.dtype))
     _barrier()
-    _write(staged, out, place, head, 0, 128, 4, P)
+    _write(staged, out, place, head, 0, NARROW, 4, P)
 
 
 @gluon.jit

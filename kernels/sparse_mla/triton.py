@@ -24,7 +24,7 @@ from ..layouts import MAX_SLOTS, KVLayout
 from ..quant_triton import tile_scale
 from . import xla
 from .epilogue import MIN_AMAX, Epilogue, Quantised
-from .forms import LN2, LOG2E, PLACE, alignment, chunks
+from .forms import LN2, LOG2E, NARROW, PLACE, alignment, chunks
 from .source import Source
 
 
@@ -49,7 +49,6 @@ HOPPER = Tuning(64, 64, 4, 0)  # of the kernel in gluon.py
 TUNING = {90: Tuning(64, 64, 8, 3), 100: Tuning(32, 64, 4, 3), 120: Tuning(32, 32, 4, 2)}
 BF16_ROWS = {90: Tuning(64, 32, 8, 3)}  # where 64 slots of two bytes a value do not fit
 PROGRAMS = 132  # that the grid should fill
-NARROW = 128  # values that the first consumer of the kernel in gluon.py accumulates
 FIXED_SPLIT = 512  # columns of a split whose size depends on no shape
 
 
@@ -631,6 +630,7 @@ def _sparse_mla(
             out=results,
             grid=grid,
             num_warps=tuning.warps if constants.block_heads > 16 else 4,
+            pools=(1, 5),
             P=constants,
             SCALE=float(scale),
             STAGES=tuning.stages,
@@ -691,6 +691,7 @@ def _launch_hopper(
         out=results,
         grid=grid,
         num_warps=HOPPER.warps,
+        pools=(1, 4),
         P=constants,
         SCALE=scale,
         SINKS=sinks is not None and constants.direct,
