@@ -295,6 +295,8 @@ def plan(
     blocks, tiles = -(-steps // rows), -(-columns // TILE)
     share = max(1, -(-requests * blocks * tiles // PROGRAMS))
     share = min(triton.next_power_of_2(share), LONGEST[rows * slots])
+    if layout.page_size % TILE:  # addresses of each key, which spill from the loop
+        share = min(share, EARLY)
     dtype = tl.dtype(_VALUES[layout.value_dtype])
     chosen: dict[str, Any] = {
         "fused": _rotates(q, layout) and rows * slots <= FUSED,
