@@ -204,7 +204,8 @@ def test_run_installs_once_and_passes_arguments_on(tmp_path):
     (tree / "pyproject.toml").write_text("[project]")
     assert call("test").returncode == 0
     install = "-m pip install --quiet --editable .[test,lowering]"
-    assert log.read_text().splitlines() == [install, *["-m pytest -k a or b"] * 2, install, "-m pytest"]
+    run = "-m pytest --numprocesses 2 --dist loadfile"
+    assert log.read_text().splitlines() == [install, *[f"{run} -k a or b"] * 2, install, run]
 
 
 def test_run_explains_itself(tmp_path):
