@@ -12,7 +12,7 @@ from jmla import kernels
 from jmla.kernels import layouts, shapes
 from jmla.kernels.layouts import KVLayout
 
-pytestmark = pytest.mark.lowering
+pytestmark = [pytest.mark.lowering, pytest.mark.slow]
 
 DEVICES = {90: "NVIDIA H200", 100: "NVIDIA B200", 120: "NVIDIA RTX PRO 6000 Blackwell Server Edition"}
 LAYOUTS = {
