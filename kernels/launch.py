@@ -47,13 +47,18 @@ def unavailable(target: dispatch.Target) -> str | None:
 
 
 @functools.cache
-def _first_gpu() -> int:
-    """Compute capability of the first GPU of the process, ``MIN_CAPABILITY`` where there is none."""
+def local_capability() -> int | None:
+    """Compute capability of the first GPU of the process, None where there is no NVIDIA GPU."""
     try:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError:
-        return MIN_CAPABILITY
-    return dispatch.gpu_target(getattr(device, "compute_capability", None)).compute_capability or MIN_CAPABILITY
+        return None
+    return dispatch.gpu_target(getattr(device, "compute_capability", None)).compute_capability
+
+
+def _first_gpu() -> int:
+    """``local_capability``, or ``MIN_CAPABILITY`` where there is none."""
+    return local_capability() or MIN_CAPABILITY
 
 
 def capability() -> int:
@@ -73,13 +78,36 @@ def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | 
         refuses: gives the reason why the implementation cannot serve the shapes that the operation states, or None.
     """
 
+    register_module(op, "triton", module, unavailable, refuses)
+
+
+def register_module(
+    op: str,
+    name: str,
+    module: str,
+    unavailable: Callable[[dispatch.Target], str | None],
+    refuses: Callable[[Mapping[str, Any]], str | None] | None,
+    *,
+    named_only: bool = False,
+) -> None:
+    """Registers a CUDA implementation whose module is imported at its first call.
+
+    Args:
+        op: the operation, and the name of its function in the module.
+        name: of the implementation.
+        module: full name of the module.
+        unavailable: gives the reason why no kernel of this kind can serve a target, or None.
+        refuses: gives the reason why this one cannot serve the shapes that the operation states, or None.
+        named_only: see ``dispatch.register``.
+    """
+
     def why_not(target: dispatch.Target, shapes: Mapping[str, Any]) -> str | None:
         return unavailable(target) or (refuses(shapes) if refuses else None)
 
     def function(*arrays: Any, **static: Any) -> Any:
         return getattr(importlib.import_module(module), op)(*arrays, **static)
 
-    dispatch.register(op, "triton", function, platform="cuda", why_not=why_not)
+    dispatch.register(op, name, function, platform="cuda", why_not=why_not, named_only=named_only)
 
 
 @functools.cache
@@ -214,10 +242,11 @@ def launch(
         What ``out`` describes.
     """
     aliases = dict(aliases or {})
+    single = hasattr(out, "shape")
+    outs = [out] if single else list(out)
     if interpreter is not None:
-        single = hasattr(out, "shape")
-        outs = interpreter(kernel, operands, [out] if single else list(out), grid, aliases, constants)
-        return outs[0] if single else tuple(outs)
+        results = interpreter(kernel, operands, outs, grid, aliases, constants)
+        return results[0] if single else tuple(results)
     import jax_triton
 
     mend_jax_triton()
@@ -229,8 +258,6 @@ def launch(
             for i, x in enumerate(operands)
         )
         # jax-triton passes the outputs' buffers in order, and takes those that replace operands to be the last.
-        single = hasattr(out, "shape")
-        outs = [out] if single else list(out)
         order = sorted(range(len(outs)), key=lambda i: i in aliases.values())
         results = jax_triton.triton_call(
             *operands,

@@ -1,7 +1,6 @@
 """Launches of Pallas kernels, lowered through Triton, and whether they can run."""
 
 import functools
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import dispatch
-from .launch import MIN_CAPABILITY, whole
+from .launch import MIN_CAPABILITY, local_capability, register_module, whole
 
 interpreting = False  # set by the tests to run kernels on the CPU, as XLA programs
 # Offsets into arrays of up to 4 GiB have 32 bits and a sign: elements of one byte lie beyond them from 2 GiB on.
@@ -25,30 +24,13 @@ def unavailable(target: dispatch.Target) -> str | None:
     if known is not None and known < MIN_CAPABILITY:
         return f"needs compute capability {MIN_CAPABILITY / 10} or later, the target has {known / 10}"
     named = jax.sharding.get_abstract_mesh().abstract_device
-    gpu = _local_gpu() if named is None else named.platform == "gpu"
+    gpu = (local_capability() or 0) >= MIN_CAPABILITY if named is None else named.platform == "gpu"
     return None if gpu else "needs a GPU, or an abstract mesh that names one, to lower for"
-
-
-@functools.cache
-def _local_gpu() -> bool:
-    try:
-        device = jax.local_devices(backend="gpu")[0]
-    except RuntimeError:
-        return False
-    known = dispatch.gpu_target(getattr(device, "compute_capability", None)).compute_capability
-    return known is not None and known >= MIN_CAPABILITY
 
 
 def register(op: str, module: str, refuses: Callable[[Mapping[str, Any]], str | None] | None = None) -> None:
     """Registers the Pallas implementation of an operation, which serves where it is named; see ``launch.register``."""
-
-    def why_not(target: dispatch.Target, shapes: Mapping[str, Any]) -> str | None:
-        return unavailable(target) or (refuses(shapes) if refuses else None)
-
-    def function(*arrays: Any, **static: Any) -> Any:
-        return getattr(importlib.import_module(module), op)(*arrays, **static)
-
-    dispatch.register(op, "pallas", function, platform="cuda", why_not=why_not, named_only=True)
+    register_module(op, "pallas", module, unavailable, refuses, named_only=True)
 
 
 def offsets_overflow(array: jax.ShapeDtypeStruct) -> bool:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..fallback import with_xla_rules
 from ..launch_pallas import divide, launch, store
-from ..layouts import MAX_SLOTS, KVLayout, is_raw
+from ..layouts import KVLayout, is_raw
 from ..quant import E4M3_MAX, TINY
 from . import xla
 from .plan import Plan
@@ -202,13 +202,7 @@ def _kv_pack(
     """See ``jmla.kernels.kv_pack``."""
     if rows.shape[0] == 0 or pool.shape[0] == 0:
         return pool
-    plan = Plan(
-        layout,
-        min(pool.shape[0] * layout.page_size, MAX_SLOTS),
-        normed=0 if norm_weight is None else norm_weight.size,
-        eps=eps,
-        turned=0 if cos_sin is None else cos_sin.shape[1],
-    )
+    plan = Plan.of(layout, pool, norm_weight, cos_sin, eps)
     return launch(
         _pack,
         pool,

@@ -5,10 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from .. import launch_pallas
-from ..layouts import KVLayout
+from ..layouts import MAX_SLOTS, KVLayout
 
 LEAST_ROPE = 8  # values of a row's last part, for Pallas: with 2, XLA's compiler of jaxlib 0.11.2 crashes
 
@@ -35,6 +36,19 @@ class Plan:
     eps: float = 0.0
     turned: int = 0
     rows: int = 1
+
+    @classmethod
+    def of(
+        cls, layout: KVLayout, pool: jax.Array, norm_weight: jax.Array | None, cos_sin: jax.Array | None, eps: float
+    ) -> "Plan":
+        """The plan of a call, for programs of one row."""
+        return cls(
+            layout,
+            min(pool.shape[0] * layout.page_size, MAX_SLOTS),
+            normed=0 if norm_weight is None else norm_weight.size,
+            eps=eps,
+            turned=0 if cos_sin is None else cos_sin.shape[1],
+        )
 
     @property
     def plain(self) -> bool:

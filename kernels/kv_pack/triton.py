@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..fallback import with_xla_rules
 from ..launch import launch
-from ..layouts import MAX_SLOTS, KVLayout
+from ..layouts import KVLayout
 from ..quant_triton import tile_scale
 from . import xla
 from .plan import Plan
@@ -182,13 +182,7 @@ def _kv_pack(
     count = rows.shape[0]
     if count == 0 or pool.shape[0] == 0:
         return pool
-    plan = Plan(
-        layout,
-        min(pool.shape[0] * layout.page_size, MAX_SLOTS),
-        normed=0 if norm_weight is None else norm_weight.size,
-        eps=eps,
-        turned=0 if cos_sin is None else cos_sin.shape[1],
-    )
+    plan = Plan.of(layout, pool, norm_weight, cos_sin, eps)
     # Programs take a number of rows that divides their count, so that the count is not compiled in.
     plan = dataclasses.replace(plan, rows=math.gcd(count, max(PROGRAM_VALUES // plan.head_block, 1)))
     return launch(
