@@ -1,10 +1,11 @@
 """Sparse attention for Hopper in Gluon, Triton's explicit dialect: 64 heads a program, warps with roles.
 
-Eight producer warps gather quantised rows with asynchronous copies, dequantise them to bf16, and store them as tiles
-that the matrix units read; one warp group multiplies queries by keys, takes the softmax, and accumulates the first
-quarter of the values; another, which has nothing else to do, accumulates the rest. Tiles of 64 slots are handed over in
-halves of 256 dims through a ring of three, so that filling one overlaps the use of the others. What the ends of a
-program cost is shared too: the producers write half of the output.
+Two groups of four warps gather quantised rows, one the left halves of 256 dims, the other the right ones, and
+dequantise them to tiles of 64 slots that the matrix units read. One group multiplies queries by keys, takes the
+softmax, and accumulates the first quarter of the values; another, which has nothing else to do, accumulates the rest.
+There is room for two blocks of slots, so that filling one overlaps the use of the other, because codes need none of
+their own: they are copied to where their values will be, asynchronously, and replaced there by way of registers. What
+the ends of a program cost is shared too: the producers write half of the output.
 
 Codes are not converted but placed: the bits of an e4m3 code, moved into those of a bf16, are 2^-120 times its value.
 One bf16 product with ``scale * 2^60`` leaves 2^-60 times the value, for any scale up to 2^67; the queries carry 2^60,
@@ -33,27 +34,22 @@ REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-PRODUCERS = 8  # warps
-# Registers of a thread of the second consumer and of the producers; the first consumer has what these leave of 512 (the
-# producers count twice). Found by spills: with 8 fewer the second consumer spills a kilobyte.
+# Registers of a thread of the second consumer and of the producers, two groups; the first consumer has what these leave
+# of 512. Found by spills: with 8 fewer the second consumer spills a kilobyte.
 REGISTERS = (224, 72)
 LOG2E, LN2 = gl.constexpr(forms.LOG2E), gl.constexpr(forms.LN2)
 NARROW = gl.constexpr(forms.NARROW)  # values that the first consumer accumulates
 UP = gl.constexpr(2.0**60)  # the factor that queries carry and outputs get back
-TIMES_SCALE = gl.constexpr(f"{{ {forms.PLACE} mul.rn.bf16x2 $0, c, $3; mul.rn.bf16x2 $1, d, $4; }}")
-
-
-@gluon.jit
-def _half(pool, row, valid, raw, HALF: gl.constexpr, L: gl.constexpr, P: gl.constexpr):
-    """Starts the copies of half of the codes of every row; a row that is not valid is filled with zeros."""
-    piece = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-    piece = gl.expand_dims(gl.expand_dims(piece, 0), 2)
-    lane = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
-    at = pool + gl.expand_dims(gl.expand_dims(row, 1), 2) + (piece * 64 + lane + 256 * HALF)
-    at = gl.max_contiguous(gl.multiple_of(at, [1, 1, 16]), [1, 1, 16])
-    shown = gl.expand_dims(gl.expand_dims(valid, 1), 2) & (piece + 4 * HALF < P.typed_dim // 64) & (lane >= 0)
-    _copy(raw, at, mask=shown)
+# Half of a block's rows in a producer: rows, pieces of 64 codes, words of 4 codes or of 2 values. 4 threads own two
+# rows for good, 16 bytes of each of their pieces. The half is one tensor: between stores to slices of one allocation
+# the compiler would put barriers.
+CODES = gl.constexpr(gl.BlockedLayout([1, 4, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0]))
+VALUES = gl.constexpr(gl.BlockedLayout([1, 4, 8], [8, 1, 4], [4, 1, 1], [2, 1, 0]))
+SLOTS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, CODES.value)))
+ROPE = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
+RAW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))  # codes in shared memory: piece after piece
+WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # a tile for the matrix units, as words
+TIMES_SCALE = gl.constexpr(f"{{ {forms.PLACE} mul.rn.bf16x2 $0, c, $3; mul.rn.bf16x2 $1, d, $3; }}")
 
 
 @gluon.jit
@@ -79,24 +75,50 @@ def _rows(pool_0, pool_1, slot, valid, first, P: gl.constexpr):
 
 
 @gluon.jit
-def _gather_left(pool, row, scales, valid, raw, low, high, L: gl.constexpr, P: gl.constexpr):
-    """Starts the copies of the left halves and the scales."""
-    _half(pool, row, valid, raw, 0, L, P)
-    words = pool.to(tl.pointer_type(gl.int64)) + (scales >> 3)
-    _copy(low, words, mask=valid)
-    if P.kind == "inline":
-        _copy(high, words + 1, mask=valid)
+def _words(pool, scales, valid, HALF: gl.constexpr, P: gl.constexpr):
+    """Eight bytes of every row that hold the scales of a half."""
+    at = pool.to(tl.pointer_type(gl.int64)) + (scales >> 3)
+    if P.kind == "inline" and HALF:
+        at += 1
+    return gl.load(at, mask=valid, other=0)
 
 
 @gluon.jit
-def _gather_rope(pool, row, valid, rope, LB: gl.constexpr, P: gl.constexpr):
-    """Starts the copies of the RoPE values."""
-    column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LB)), 0)
-    halves = gl.convert_layout((row + P.typed_start) >> 1, gl.SliceLayout(1, LB))
-    at = pool.to(tl.pointer_type(gl.bfloat16)) + gl.expand_dims(halves, 1) + column
-    at = gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 16])
-    shown = gl.convert_layout(valid, gl.SliceLayout(1, LB))
-    _copy(rope, at, mask=gl.expand_dims(shown, 1) & (column >= 0))
+def _seen(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The same bytes of shared memory as a tensor of another type."""
+    if REINTERPRETS:
+        return tile.reinterpret(dtype, shape, layout)
+    else:
+        return tile._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def _codes_of(tile):
+    """Where the codes of a half tile are until their values replace them: ``[64, 4, 16]`` words."""
+    return _seen(tile, gl.int32, [2, 64, 4, 16], RAW).index(0)
+
+
+@gluon.jit
+def _gather(pool, row, valid, tile, rope, turn, HALF: gl.constexpr, P: gl.constexpr):
+    """Starts the copies of half of every row; a row that is not valid is filled with zeros."""
+    piece = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    piece = gl.expand_dims(gl.expand_dims(piece, 0), 2)
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
+    word = gl.expand_dims(gl.expand_dims(word, 0), 1)
+    at = pool.to(tl.pointer_type(gl.int32)) + (row >> 2)
+    at = gl.expand_dims(gl.expand_dims(at, 1), 2) + (piece * 16 + word + 64 * HALF)
+    at = gl.max_contiguous(gl.multiple_of(at, [1, 1, 16]), [1, 1, 4])
+    shown = gl.expand_dims(gl.expand_dims(valid, 1), 2) & (piece + 4 * HALF < P.typed_dim // 64) & (word >= 0)
+    _copy(_codes_of(tile), at, mask=shown)
+    if HALF:
+        column = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE)), 0)
+        at = pool.to(tl.pointer_type(gl.bfloat16)) + ((row + P.typed_start) >> 1)
+        at = gl.expand_dims(gl.convert_layout(at, gl.SliceLayout(1, ROPE)), 1) + column
+        at = gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
+        shown = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, ROPE)), 1) & (column >= 0)
+        # Beside codes they have a tile of their own; among them they are the last piece.
+        _copy(rope.index(turn) if P.kind == "inline" else tile.slice(192, 64, dim=1), at, mask=shown)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -133,105 +155,76 @@ def _room(j, lane, blocks_0, P: gl.constexpr):
 
 
 @gluon.jit
-def _dequantised(codes, low, high, valid, HALF: gl.constexpr, L: gl.constexpr, P: gl.constexpr):
-    """The bf16 values, but for the factor 2^-60, of half of the codes: ``[64, 4, 64]``."""
-    piece = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, L))), 0)
+def _dequantised(codes, word, valid, HALF: gl.constexpr, P: gl.constexpr):
+    """The bf16 values, but for the factor 2^-60, of half of the codes, two to a word: ``[64, 4, 32]``."""
+    piece = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0)
     shown = gl.expand_dims(valid, 1)
     if P.kind == "inline":
-        word = high if HALF else low
         bits = (gl.expand_dims(word, 1) >> (32 * (piece // 2))).to(gl.int32)
-        factor = bits.to(gl.float32, bitcast=True) * UP
-        factor = gl.where(shown, factor, 0.0).to(gl.bfloat16)
+        factor = gl.where(shown, bits.to(gl.float32, bitcast=True) * UP, 0.0).to(gl.bfloat16)
+        bits = factor.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     else:
-        byte = ((gl.expand_dims(low, 1) >> (8 * piece + 32 * HALF)) & 255).to(gl.int32)
+        byte = ((gl.expand_dims(word, 1) >> (8 * piece + 32 * HALF)) & 255).to(gl.int32)
         bits = gl.minimum(byte + 60, 254) << 7
         bits = gl.where(shown & (byte > 0), gl.where(byte == 255, 0x7FFF, bits), 0)
-        factor = bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    wide, _ = gl.broadcast(gl.expand_dims(factor, 2), codes.to(gl.bfloat16))
-    return gl.inline_asm_elementwise(TIMES_SCALE, "=r,=r,r,r,r", [codes, wide], dtype=gl.bfloat16, is_pure=True, pack=4)
+    twice, _ = gl.broadcast(gl.expand_dims(bits | (bits << 16), 2), codes)
+    pair = gl.inline_asm_elementwise(
+        TIMES_SCALE, "=r,=r,r,r", [codes, twice], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    values = gl.reshape(gl.join(pair[0], pair[1]), [64, 4, 32])
+    return gl.convert_layout(values, VALUES, assert_trivial=True)
 
 
 @gluon.jit
 def _produce(
-    pool_0, pool_1, indices_0, indices_1, begin, end, blocks_0, n_0, n_1,
-    raw_left, raw_right, rope, low, high, ahead, queries, keys, bias, full, empty, written,
-    out, place, head, TILE: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr,
+    pool_0, pool_1, indices_0, indices_1, begin, end, blocks_0, n_0, n_1, rope, queries, keys, bias,
+    full, empty, written, out, place, head, HALF: gl.constexpr, TILE: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Gathers and dequantises blocks ``begin .. end - 1`` into the ring of half tiles."""
-    # Rows, pieces of 64 codes, codes: 4 threads own a row for good, 16 bytes of each of its pieces. Each half is one
-    # tensor: between stores to slices of one allocation the compiler would put barriers.
-    L: gl.constexpr = gl.BlockedLayout([1, 4, 16], [8, 1, 4], [WARPS, 1, 1], [2, 1, 0])
-    LR: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
-    LB: gl.constexpr = gl.SliceLayout(1, L)
-    lane = gl.arange(0, 64, layout=LR)
+    """Gathers and dequantises one half of blocks ``begin .. end - 1`` into the ring of half tiles."""
+    lane = gl.arange(0, 64, layout=SLOTS)
     at = _columns(indices_0, indices_1, begin, blocks_0, P) + lane
     slot = gl.load(at, mask=(begin < end) & _room(begin, lane, blocks_0, P), other=-1)
     valid = _counted(slot, begin, blocks_0, n_0, n_1, lane, begin < end, P)
     pool, row, scales = _rows(pool_0, pool_1, slot, valid, begin < blocks_0, P)
+    _gather(pool, row, valid, keys.index(HALF), rope, 0, HALF, P)
+    word = _words(pool, scales, valid, HALF, P)
     at = _columns(indices_0, indices_1, begin + 1, blocks_0, P) + lane
-    _copy(ahead, at, mask=(begin + 1 < end) & _room(begin + 1, lane, blocks_0, P))
-    _gather_left(pool, row, scales, valid, raw_left, low, high, L, P)
-    async_copy.commit_group()
-    _half(pool, row, valid, raw_right, 1, L, P)
-    _gather_rope(pool, row, valid, rope.index(0), LB, P)
-    async_copy.commit_group()
+    slot = gl.load(at, mask=(begin + 1 < end) & _room(begin + 1, lane, blocks_0, P), other=-1)
     for j in range(begin, end):
         n = j - begin
-        async_copy.wait_group(1)
-        codes = raw_left.load(L)
-        scale_low = low.load(LR)
-        scale_high = scale_low
-        if P.kind == "inline":
-            scale_high = high.load(LR)
-        slot = ahead.load(LR)
-        next_valid = _counted(slot, j + 1, blocks_0, n_0, n_1, lane, j + 1 < end, P)
-        pool, row, scales = _rows(pool_0, pool_1, slot, next_valid, j + 1 < blocks_0, P)
+        stage = 2 * (n % 2) + HALF
+        tile = keys.index(stage)
+        halves = _seen(tile, gl.int32, [64, 128], WORDS)
+        async_copy.wait_group(0)
+        codes = _codes_of(tile).load(CODES)
+        if HALF == 1 and P.kind == "footer":
+            tail = halves.slice(96, 32, dim=1).load(gl.SliceLayout(1, VALUES))
+        values = _dequantised(codes, word, valid, HALF, P)
+        if HALF == 1 and P.kind == "footer":
+            piece = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, VALUES)))
+            values = gl.where(gl.expand_dims(gl.expand_dims(piece, 0), 2) == 3, gl.expand_dims(tail, 1), values)
+        halves.store(gl.reshape(values, [64, 128]))
+        if HALF == 0:
+            bias.index(n % 2).store(gl.where(valid, 0.0, float("-inf")))
+        fence_async_shared()  # which also waits for loads, so those of the next block come after it
+        _barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        valid = _counted(slot, j + 1, blocks_0, n_0, n_1, lane, j + 1 < end, P)
+        pool, row, scales = _rows(pool_0, pool_1, slot, valid, j + 1 < blocks_0, P)
+        word = _words(pool, scales, valid, HALF, P)
         at = _columns(indices_0, indices_1, j + 2, blocks_0, P) + lane
-        _copy(ahead, at, mask=(j + 2 < end) & _room(j + 2, lane, blocks_0, P))
-        _gather_left(pool, row, scales, next_valid, raw_left, low, high, L, P)
-        async_copy.commit_group()
-        values = _dequantised(codes, scale_low, scale_high, valid, 0, L, P)
-        half = 2 * n
-        stage = half % 3
-        mbarrier.wait(empty.index(stage), ((half // 3) & 1) ^ 1)
-        keys.index(stage).store(gl.reshape(values, [64, 256]))
-        bias.index(n % 2).store(gl.where(valid, 0.0, float("-inf")))
-        fence_async_shared()
-        _barrier()
-        mbarrier.arrive(full.index(stage), count=1)
-
-        async_copy.wait_group(1)
-        codes = raw_right.load(L)
-        if P.kind == "footer":
-            tail = rope.index(0).load(LB)
-        _half(pool, row, next_valid, raw_right, 1, L, P)
-        if P.kind == "footer":
-            _gather_rope(pool, row, next_valid, rope.index(0), LB, P)
-            async_copy.commit_group()
-        values = _dequantised(codes, scale_low, scale_high, valid, 1, L, P)
-        if P.kind == "footer":
-            piece = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-            piece = gl.expand_dims(gl.expand_dims(piece, 0), 2)
-            values = gl.where(piece == 3, gl.expand_dims(tail, 1), values)
-        half = 2 * n + 1
-        stage = half % 3
-        mbarrier.wait(empty.index(stage), ((half // 3) & 1) ^ 1)
-        keys.index(stage).store(gl.reshape(values, [64, 256]))
-        if P.kind == "inline":  # straight into the tile that the block before the last has left
-            _gather_rope(pool, row, next_valid, rope.index((n + 1) % 2), LB, P)
-            async_copy.commit_group()
-        fence_async_shared()
-        _barrier()
-        mbarrier.arrive(full.index(stage), count=1)
-        valid = next_valid
+        slot = gl.load(at, mask=(j + 2 < end) & _room(j + 2, lane, blocks_0, P), other=-1)
+        stage = 2 * ((n + 1) % 2) + HALF
+        mbarrier.wait(empty.index(stage), (((n + 1) // 2) & 1) ^ 1)
+        _gather(pool, row, valid, keys.index(stage), rope, (n + 1) % 2, HALF, P)
     mbarrier.wait(written.index(0), 0)
-    _write(_staged(queries, TILE, P), out, place, head, 256, 256, WARPS, P)
+    _write(_staged(queries, TILE, P), out, place, head, 256 + 128 * HALF, 128, P)
 
 
 @gluon.jit
-def _write(staged, out, place, head, OFFSET: gl.constexpr, W: gl.constexpr, WARPS: gl.constexpr, P: gl.constexpr):
+def _write(staged, out, place, head, OFFSET: gl.constexpr, W: gl.constexpr, P: gl.constexpr):
     """Stores values ``OFFSET .. OFFSET + W - 1`` of the output from shared memory: 16 bytes a thread, row by row."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     part = staged.slice(OFFSET, W, dim=1)
     h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     d = gl.arange(0, W, layout=gl.SliceLayout(0, WIDE)) + OFFSET
@@ -244,10 +237,8 @@ def _staged(queries, TILE: gl.constexpr, P: gl.constexpr):
     """Where the output waits to be written, once nothing reads the queries: bf16, or partial outputs in float16."""
     if P.direct:
         return queries
-    elif REINTERPRETS:
-        return queries.reinterpret(gl.float16, [64, 512], TILE)
     else:
-        return queries._reinterpret(gl.float16, [64, 512], TILE)
+        return _seen(queries, gl.float16, [64, 512], TILE)
 
 
 @gluon.jit
@@ -271,8 +262,8 @@ def _right(
     wide = gl.zeros([64, 256], gl.float32, layout=AL)
     for j in range(begin, end):
         n = j - begin
-        left = (2 * n) % 3
-        right = (2 * n + 1) % 3
+        left = 2 * (n % 2)
+        right = left + 1
         mbarrier.wait(filled.index(0), n & 1)
         decay = gl.expand_dims(decays.load(ROWS), 1)
         acc = acc * decay
@@ -308,7 +299,7 @@ def _right(
     mbarrier.arrive(written.index(0), count=1)  # the producers store these
     staged.slice(NARROW, 256 - NARROW, dim=1).store(acc.to(staged.dtype))
     _barrier()
-    _write(staged, out, place, head, NARROW, 256 - NARROW, 4, P)
+    _write(staged, out, place, head, NARROW, 256 - NARROW, P)
 
 
 @gluon.jit
@@ -370,14 +361,15 @@ def _left(
     mass = gl.zeros([64, 4], gl.float32, layout=QUADS)
     for j in range(begin, end):
         n = j - begin
-        stage = (2 * n) % 3
+        stage = 2 * (n % 2)
+        parity = (n // 2) & 1
         left = keys.index(stage)
-        mbarrier.wait(full.index(stage), ((2 * n) // 3) & 1)
+        right = keys.index(stage + 1)
+        mbarrier.wait(full.index(stage), parity)
         logits = gl.zeros([64, 64], gl.float32, layout=SL)
         logits = warpgroup_mma(queries.slice(0, 256, dim=1), left.permute((1, 0)), logits, use_acc=False, is_async=True)
-        other = (2 * n + 1) % 3
-        mbarrier.wait(full.index(other), ((2 * n + 1) // 3) & 1)
-        logits = warpgroup_mma(queries.slice(256, 256, dim=1), keys.index(other).permute((1, 0)), logits, is_async=True)
+        mbarrier.wait(full.index(stage + 1), parity)
+        logits = warpgroup_mma(queries.slice(256, 256, dim=1), right.permute((1, 0)), logits, is_async=True)
         if P.kind == "inline":
             logits = warpgroup_mma(rope_queries, rope.index(n % 2).permute((1, 0)), logits, is_async=True)
         hole = gl.expand_dims(bias.index(n % 2).load(gl.SliceLayout(0, SL)), 0)
@@ -431,14 +423,14 @@ def _left(
     staged = _staged(queries, TILE, P)
     staged.slice(0, NARROW, dim=1).store(acc.to(staged.dtype))
     _barrier()
-    _write(staged, out, place, head, 0, NARROW, 4, P)
+    _write(staged, out, place, head, 0, NARROW, P)
 
 
 @gluon.jit
 def attend(
     q, pool_0, indices_0, lengths_0, pool_1, indices_1, lengths_1, sinks, q_scale, out_scale, out, lse, factors,
     P: gl.constexpr, SCALE: gl.constexpr, SINKS: gl.constexpr, Q_SCALE: gl.constexpr, OUT_SCALE: gl.constexpr,
-    LENGTHS: gl.constexpr, WARPS: gl.constexpr, RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LENGTHS: gl.constexpr, RIGHT_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One row, 64 heads and split: grid (rows * blocks of heads * splits,), splits innermost."""
     BLOCKS: gl.constexpr = (P.heads + 63) // 64
@@ -470,31 +462,22 @@ def attend(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.bfloat16, [64, 512], TILE)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 256], TILE)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], TILE)
     rope_queries = queries
+    rope = keys  # footer rows have their RoPE values among the others
     if P.kind == "inline":
         rope_queries = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
         rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
-    else:
-        rope = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], gl.SwizzledSharedLayout(8, 1, 2, [1, 0]))
     weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
     decays = gl.allocate_shared_memory(gl.float32, [64], LINE)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1])  # piece after piece
-    raw_left = gl.allocate_shared_memory(gl.uint8, [64, 4, 64], FLAT)
-    raw_right = gl.allocate_shared_memory(gl.uint8, [64, 4, 64], FLAT)
-    low = gl.allocate_shared_memory(gl.int64, [64], LINE)
-    high = low
-    if P.kind == "inline":
-        high = gl.allocate_shared_memory(gl.int64, [64], LINE)
-    ahead = gl.allocate_shared_memory(gl.int32, [64], LINE)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], LINE)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     filled = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     drained = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     written = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    for i in gl.static_range(3):
+    for i in gl.static_range(4):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # of a left half both consumers; of a right one the second, twice
     mbarrier.init(filled.index(0), count=1)
@@ -521,12 +504,18 @@ def attend(
             (
                 _produce,
                 (
-                    pool_0, pool_1, indices_0, indices_1, begin, end, blocks_0, n_0, n_1,
-                    raw_left, raw_right, rope, low, high, ahead, queries, keys, bias, full, empty,
-                    written, out, place, head, TILE, P, WARPS,
+                    pool_0, pool_1, indices_0, indices_1, begin, end, blocks_0, n_0, n_1, rope, queries, keys, bias,
+                    full, empty, written, out, place, head, 0, TILE, P,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    pool_0, pool_1, indices_0, indices_1, begin, end, blocks_0, n_0, n_1, rope, queries, keys, bias,
+                    full, empty, written, out, place, head, 1, TILE, P,
                 ),
             ),
         ],
-        [4, WARPS],
-        [RIGHT_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 4],
+        [RIGHT_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -49,6 +49,7 @@ HOPPER = Tuning(64, 64, 4, 0)  # of the kernel in gluon.py
 TUNING = {90: Tuning(64, 64, 8, 3), 100: Tuning(32, 64, 4, 3), 120: Tuning(32, 32, 4, 2)}
 BF16_ROWS = {90: Tuning(64, 32, 8, 3)}  # where 64 slots of two bytes a value do not fit
 PROGRAMS = 132  # that the grid should fill
+MANY = 512  # programs of the second kernel
 FIXED_SPLIT = 512  # columns of a split whose size depends on no shape
 
 
@@ -698,7 +699,6 @@ def _launch_hopper(
         Q_SCALE=q_scale is not None,
         OUT_SCALE=out_scale is not None and constants.direct,
         LENGTHS=(first.lengths is not None, last.lengths is not None),
-        WARPS=gluon.PRODUCERS,
         RIGHT_REGISTERS=right,
         PRODUCER_REGISTERS=producers,
     )
@@ -732,8 +732,10 @@ def _joined(
         "NARROW": NARROW,
     }
     lse = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
-    # Without a limit the compiler keeps to 32 registers and so delays loads, whose latencies then add up.
-    call: dict[str, Any] = {"grid": (rows * heads,), "num_warps": 4, "options": {"maxnreg": 128}}
+    # Without a limit the compiler keeps to 32 registers and so delays loads, whose latencies then add up. Many programs
+    # are done sooner with two warps, whose threads load 16 bytes at a time, and few with four.
+    warps = 2 if rows * heads >= MANY else 4
+    call: dict[str, Any] = {"grid": (rows * heads,), "num_warps": warps, "options": {"maxnreg": 128}}
     if epilogue is None:
         out = jax.ShapeDtypeStruct((rows, heads, v_dim), out_dtype)
         return launch(
