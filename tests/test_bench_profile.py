@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from jmla.bench import profile
+from jmla.bench import profile, trace
 from tests.tiny import V4
 
 
@@ -143,9 +143,9 @@ def test_events_of_a_gpu_are_those_of_its_streams(tmp_path, monkeypatch):
         ),
     ]
     monkeypatch.setattr(jax.profiler.ProfileData, "from_file", lambda _: SimpleNamespace(planes=planes))
-    seen = list(profile.events(str(tmp_path)))
+    seen = list(trace.events(str(tmp_path)))
     assert [event.name for event in seen] == ["gemm", "gemm", "_pack", "MemcpyD2H", "odd"]
-    assert profile.busy_us(seen) == 2 + 4 + 1
+    assert trace.busy_us(seen) == 2 + 4 + 1
     instructions = {
         "dot.1": profile.Instruction("dot", "projections"),
         "custom-call.3": profile.Instruction("custom-call", "packing"),
@@ -161,7 +161,7 @@ def test_events_of_a_gpu_are_those_of_its_streams(tmp_path, monkeypatch):
 
 
 def test_time_of_control_flow_is_not_counted_twice():
-    seen = [profile.Event("while.1", "while.1", 0, 5000), profile.Event("dot.1", "dot.1", 1000, 2000)]
+    seen = [trace.Event("while.1", "while.1", 0, 5000), trace.Event("dot.1", "dot.1", 1000, 2000)]
     instructions = {
         "while.1": profile.Instruction("while", "experts"),
         "dot.1": profile.Instruction("dot", "experts"),

@@ -27,11 +27,12 @@ def kernels(
     only: Annotated[str | None, typer.Option(help="Cases whose operation and name hold this text.")] = None,
     json: Annotated[str | None, typer.Option(help="File for the results, with hardware, versions and flags.")] = None,
     implementation: Annotated[list[str] | None, typer.Option(help="Only these implementations; repeatable.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that prepare programs; one at a time is timed.")] = 1,
 ) -> None:
     """Time every operation at every named shape."""
     from jmla.bench.kernels import run
 
-    run(only, json, tuple(implementation) if implementation else None)
+    run(only, json, tuple(implementation) if implementation else None, jobs)
 
 
 @app.command()

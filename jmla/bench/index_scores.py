@@ -52,8 +52,11 @@ def queries(seed: int, rows: int, heads: int) -> tuple[jax.Array, jax.Array]:
     return jax.random.normal(q, (rows, heads, 128), jnp.bfloat16), jax.random.normal(weights, (rows, heads))
 
 
-def decode(layout: KVLayout, requests: int, steps: int, keys: int, heads: int) -> Work:
-    """Every input set has pages of its own, in any order, and all sets together more than the L2 cache."""
+def decode(layout: KVLayout, requests: int, steps: int, keys: int, heads: int, prepared: bool = False) -> Work:
+    """Every input set has pages of its own, in any order, and all sets together more than the L2 cache.
+
+    With ``prepared`` queries are rotated and quantised before, which is how the peer takes them: the kernel alone.
+    """
     width = keys // layout.page_size
     sets = max(2, -(-5 * L2_BYTES // (4 * requests * width * layout.page_stride)))
     if requests * width * layout.page_stride > L2_BYTES:
@@ -64,13 +67,22 @@ def decode(layout: KVLayout, requests: int, steps: int, keys: int, heads: int) -
 
     def run(implementation: str) -> Callable[..., Any]:
         def call(q: jax.Array, weights: jax.Array, table: jax.Array, lengths: jax.Array, pool: jax.Array) -> jax.Array:
+            if prepared:
+                from jmla.kernels.index_scores import triton
+
+                return triton.scores(q, weights, pool, None, lengths, table, layout=layout)
             return kernels.index_scores(
                 q, weights, pool, layout=layout, lengths=lengths, table=table, implementation=implementation
             )
 
         return call
 
-    inputs = [(*queries(i, requests * steps, heads), tables[i]) for i in range(sets)]
+    asked = [queries(i, requests * steps, heads) for i in range(sets)]
+    if prepared:
+        from jmla.kernels.index_scores.triton import quantise_queries
+
+        asked = [jax.jit(quantise_queries)(*pair) for pair in asked]
+    inputs = [(*pair, tables[i]) for i, pair in enumerate(asked)]
     return Work(run, inputs, (lengths, random_pool(layout, sets * requests * width)))
 
 
@@ -97,13 +109,15 @@ def _decode_case(
     peer_us: float | None,
     layout: KVLayout = LAYOUT,
     implementations: tuple[str, ...] = ("triton",),
+    prepared: bool = False,
 ) -> Case:
     rows = requests * steps
     return Case(
         "index_scores",
         f"decode {requests} x {keys}, {steps} row{'s' * (steps > 1)}, {heads} heads"
-        + (f", {layout.name}" if layout != LAYOUT else ""),
-        functools.partial(decode, layout, requests, steps, keys, heads),
+        + (f", {layout.name}" if layout != LAYOUT else "")
+        + (", queries in e4m3" if prepared else ""),
+        functools.partial(decode, layout, requests, steps, keys, heads, prepared),
         flops=2 * rows * keys * heads * layout.width,
         bytes=requests * keys * layout.bytes_per_token + 4 * rows * keys,
         peer="DeepGEMM" if peer_us else None,
@@ -128,11 +142,15 @@ def _prefill_case(rows: int, keys: int, heads: int, peer_us: float | None, imple
 
 
 def cases() -> list[Case]:
-    """Operations are those on keys that count, bytes those of the keys and of all scores."""
+    """Operations are those on keys that count, bytes those of the keys and of all scores.
+
+    The peer's times are of queries that another kernel has quantised; those of batch 1 and 8 come in that form too.
+    """
     found = [
         _decode_case(b, 1, n, 64, us, implementations=("triton", "xla") if b * n == 8192 else ("triton",))
         for (b, n), us in DECODE.items()
     ]
+    found += [_decode_case(b, 1, n, 64, us, prepared=True) for (b, n), us in DECODE.items() if b < 64]
     found += [
         _decode_case(64, 2, 131072, 64, 308.0),
         _decode_case(1, 2, 32768, 64, None),

@@ -1,15 +1,19 @@
 """Times every operation at the shapes of the released models, beside XLA and the recorded times of peers."""
 
+import concurrent.futures
 import datetime
 import importlib
 import json
+import multiprocessing
 import os
+import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jmla.bench import timing
-from jmla.bench.case import Case
+from jmla.bench.case import Case, Work
 
 OPS = ("sparse_mla", "kv_pack", "index_scores", "top_k", "resolve_slots", "sinkhorn", "compress")
 # Seen on an H200: dense bf16 product, twice that in e4m3, and device copy (read and write).
@@ -22,9 +26,8 @@ def all_cases(only: str | None = None) -> list[Case]:
     return [case for case in found if only is None or only in f"{case.op} {case.name}"]
 
 
-def measure(case: Case, implementation: str) -> float:
+def measure(case: Case, work: Work, implementation: str) -> float:
     """Microseconds of a call."""
-    work = case.build()
     fn = work.run(implementation)
     if work.state is None:
         xla = implementation == "xla"  # whose programs take long to compile
@@ -63,9 +66,52 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def run(only: str | None, json_path: str | None, implementations: tuple[str, ...] | None) -> None:
+def times(case: Case, implementations: tuple[str, ...] | None) -> dict[str, Any]:
+    """Times of a case, as the JSON file has them."""
+    import jax
+
+    found: dict[str, Any] = {"op": case.op, "case": case.name, "peer": case.peer, "peer_us": case.peer_us, "us": {}}
+    found |= {"flops": case.flops, "bytes": case.bytes}
+    for name in implementations or case.implementations:
+        if name not in case.implementations:
+            continue
+        try:
+            with timing.device(alone=False):  # anew, since a timed program may have consumed its state
+                work = case.build()
+                jax.block_until_ready((work.sets, work.shared, work.state))
+            found["us"][name] = round(measure(case, work, name), 2)
+        except Exception as error:  # one failing case must not lose the others' times
+            found.setdefault("errors", {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    return found
+
+
+def _start(turns: str) -> None:
+    timing.take_turns(turns)
+
+
+def _numbered(number: int, only: str | None, implementations: tuple[str, ...] | None) -> dict[str, Any]:
+    return times(all_cases(only)[number], implementations)
+
+
+def _rows(count: int, only: str | None, implementations: tuple[str, ...] | None, jobs: int) -> Iterator[dict[str, Any]]:
+    """The rows of all cases in order; with ``jobs`` processes, of which one at a time uses the device for timing."""
+    if jobs == 1:
+        yield from (times(case, implementations) for case in all_cases(only))
+        return
+    with (
+        tempfile.NamedTemporaryFile() as turns,
+        concurrent.futures.ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), initializer=_start, initargs=(turns.name,)
+        ) as pool,
+    ):
+        yield from pool.map(_numbered, range(count), *([x] * count for x in (only, implementations)))
+
+
+def run(only: str | None, json_path: str | None, implementations: tuple[str, ...] | None, jobs: int = 1) -> None:
     """Measures, prints the table and writes the JSON file."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {timing.XLA_FLAGS}".strip()
+    if jobs > 1:  # none takes all of the memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     if jax.default_backend() != "gpu":
@@ -77,21 +123,12 @@ def run(only: str | None, json_path: str | None, implementations: tuple[str, ...
     ceiling = next((c for kind, c in CEILINGS.items() if kind in about["device"]), None)
     rows = []
     print(HEAD)
-    for case in all_cases(only):
-        row: dict[str, Any] = {"op": case.op, "case": case.name, "peer": case.peer, "peer_us": case.peer_us, "us": {}}
-        for name in implementations or case.implementations:
-            if name not in case.implementations:
-                continue
-            try:
-                row["us"][name] = round(measure(case, name), 2)
-            except Exception as error:  # one failing case must not lose the others' times
-                row.setdefault("errors", {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
-        row["flops"], row["bytes"] = case.flops, case.bytes
-        rows.append(row)
-        print(line(row, ceiling), flush=True)
+    for found in _rows(len(all_cases(only)), only, implementations, jobs):
+        rows.append(found)
+        print(line(found, ceiling), flush=True)
         if json_path:  # after every case, so that an interrupted run keeps what it has
             Path(json_path).write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
-    if broken := [row for row in rows if row.get("errors")]:
+    if broken := [found for found in rows if found.get("errors")]:
         raise SystemExit(f"{len(broken)} cases failed: " + "; ".join(f"{r['op']} {r['case']}" for r in broken))
 
 

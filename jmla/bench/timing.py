@@ -7,22 +7,40 @@ long as it keeps ahead of the device, which ``XLA_FLAGS`` are for.
 """
 
 import contextlib
-import functools
+import fcntl
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jmla.bench.trace import Event, traced
 from jmla.kernels import launch
 
 # Kernels launched by custom calls become part of CUDA graphs, as in serving; must be in XLA_FLAGS before JAX starts.
 XLA_FLAGS = "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 
 L2_BYTES = 64 << 20  # more than the L2 cache of an H200 holds
+
+_turns: str | None = None  # file whose lock says which process may use the device
+
+
+def take_turns(path: str) -> None:
+    """From now on this process shares the device with those that name the same file: it is alone while it times."""
+    global _turns
+    _turns = path
+
+
+@contextlib.contextmanager
+def device(*, alone: bool) -> Iterator[None]:
+    """The device is used within, beside other processes or alone."""
+    if _turns is None:
+        yield
+        return
+    with open(_turns, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield  # closing the file gives the lock back
 
 
 def chained(fn: Callable[..., Any], calls: int, *, kernels: bool) -> Callable[..., Any]:
@@ -72,11 +90,14 @@ def time_call(
         calls: of a program.
         repeats: how often the program is timed.
     """
-    program = jax.jit(chained(fn, calls, kernels=kernels)).lower(list(sets), shared).compile()
-    for _ in range(2):
-        jax.block_until_ready(program(list(sets), shared))
-    spans = [_span(lambda: program(list(sets), shared))[0] for _ in range(repeats)]
-    return statistics.median(spans) / calls
+    lowered = jax.jit(chained(fn, calls, kernels=kernels)).lower(list(sets), shared)
+    with contextlib.nullcontext() if kernels else device(alone=False):  # XLA tries products out while it compiles
+        program = lowered.compile()
+    with device(alone=True):
+        for _ in range(2):
+            jax.block_until_ready(program(list(sets), shared))
+        seen = [traced(lambda: program(list(sets), shared)) for _ in range(repeats)]
+    return statistics.median(map(_span, seen)) / calls
 
 
 def time_update(
@@ -93,28 +114,23 @@ def time_update(
             state = fn(*sets[i % len(sets)], state)
         return state
 
-    program = jax.jit(run, donate_argnums=1).lower(list(sets), state).compile()
-    for _ in range(2):
-        state = jax.block_until_ready(program(list(sets), state))
-    spans = []
-    for _ in range(repeats):
-        span, state = _span(functools.partial(program, list(sets), state))
-        spans.append(span)
-    return statistics.median(spans) / calls, state
+    with device(alone=False):
+        program = jax.jit(run, donate_argnums=1).lower(list(sets), state).compile()
+
+    def again() -> Any:
+        nonlocal state
+        state = program(list(sets), state)
+        return state
+
+    with device(alone=True):
+        for _ in range(2):
+            jax.block_until_ready(again())
+        seen = [traced(again) for _ in range(repeats)]
+    return statistics.median(map(_span, seen)) / calls, state
 
 
-def _span(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds from the first to the last moment that the device works on a program, and its result."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            result = jax.block_until_ready(run())
-        begins, ends = [], []
-        for file in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines if "GPU" in plane.name else ():
-                    for event in line.events if "Stream" in (line.name or "") else ():
-                        begins.append(event.start_ns)
-                        ends.append(event.start_ns + event.duration_ns)
-    if not begins:
+def _span(seen: Sequence[Event]) -> float:
+    """Microseconds from the first to the last moment that the device works."""
+    if not seen:
         raise RuntimeError("Expected the profiler to have seen kernels on a GPU, got none")
-    return (max(ends) - min(begins)) / 1e3, result
+    return (max(e.start_ns + e.duration_ns for e in seen) - min(e.start_ns for e in seen)) / 1e3

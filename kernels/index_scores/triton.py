@@ -347,12 +347,15 @@ def scores(
     registers: int | None = None,
     **choices: Any,
 ) -> jax.Array:
-    """``index_scores`` without derivatives, with ``choices`` of the plan and at most so many registers of a thread."""
+    """``index_scores`` without derivatives, with ``choices`` of the plan and at most so many registers of a thread.
+
+    Queries of e4m3 are taken as ``quantise_queries`` gives them, beside weights that hold their scales.
+    """
     made, grid = plan(q, pool, start, table, layout, **choices)
     out = jax.ShapeDtypeStruct((q.shape[0], made.columns), jnp.float32)
     if 0 in (q.shape[0], made.columns, made.pages):
         return jnp.full(out.shape, -jnp.inf, out.dtype)
-    if made.scaled and not made.fused:
+    if made.scaled and not made.fused and q.dtype != jnp.float8_e4m3fn:
         q, weights = quantise_queries(q, weights) if _rotates(q, layout) else xla.quantise_query(q, weights, layout)
     operands = q, weights, pool, end if start is None else start, end, end if table is None else table
     if registers is None and not made.early and made.page_size % TILE == 0:
