@@ -192,13 +192,13 @@ def test_deterministic_rows_do_not_depend_on_their_mates_or_on_padding(name):
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("layout", [inline656(64), footer584(64)], ids=lambda layout: layout.name)
 def test_values_of_very_different_sizes(layout, rows):
-    """Tiles of a row differ by 2^27 and rows by 2^40: each value is as exact as those of its head allow."""
+    """Tiles of a row differ by 2^24 and rows by 2^40: each value is as exact as those that it is the mean of."""
     rng = np.random.default_rng(0)
     count, tile = 640, layout.tile
+    tiles = -(-layout.nope // tile)
     data = rng.normal(size=(count, layout.width)).astype(np.float32)
-    data[:, : layout.nope] *= np.repeat(2.0 ** rng.integers(-20, 8, (count, -(-layout.nope // tile))), tile, 1)[
-        :, : layout.nope
-    ]
+    sizes = 2.0 ** (np.linspace(-20, 4, tiles) + rng.integers(-3, 4, (count, tiles)))
+    data[:, : layout.nope] *= np.repeat(sizes, tile, 1)[:, : layout.nope]
     for size in (1.0, 2.0**-40, 2.0**30):
         pool = kv_pack(size * data, np.arange(count), layout.zeros(10), layout=layout, implementation="xla")
         q = jnp.zeros((rows, 64, layout.width), jnp.bfloat16)  # all weigh alike
@@ -206,9 +206,11 @@ def test_values_of_very_different_sizes(layout, rows):
         out, _ = jax.jit(functools.partial(sparse_mla, layout=layout, scale=1.0, v_dim=512, implementation="triton"))(
             q, pool, slots
         )
-        want = np.asarray(gather_rows(pool, jnp.arange(count), layout), np.float64)[:, :512].mean(0)
+        values = np.asarray(gather_rows(pool, jnp.arange(count), layout), np.float64)[:, :512]
+        want = values.mean(0)
         error = np.abs(np.asarray(out, np.float64) - want)
-        assert (error <= 2.0**-8 * np.abs(want) + 2.0**-20 * np.abs(want).max()).all(), (size, error.max())
+        allowed = 2.0**-8 * np.abs(want) + 2.0**-11 * np.abs(values).mean(0)
+        assert (error <= allowed).all(), (size, (error / allowed).max())
 
 
 @pytest.mark.parametrize("name", ["v3.2", "v4-flash-csa"])
