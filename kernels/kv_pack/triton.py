@@ -43,12 +43,21 @@ def _square_sum(x, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normalise(x, factor, weight, column, inside, P: tl.constexpr):
-    under = (inside & (column < P.normed))[None, :]
+def _weights(weight, x, column, inside, P: tl.constexpr):
+    """The norm's weights of ``x``; 1 where it has none."""
     # One weight for each value, not one row of them for all: threads that share values would have to exchange them.
-    at, under = tl.broadcast(weight + column[None, :], x)[0], tl.broadcast(under, x)[0]
-    weight = tl.load(at, mask=under, other=1.0).to(tl.float32)
-    return tl.where(under, x * factor[:, None] * weight, x)
+    under = tl.broadcast((inside & (column < P.normed))[None, :], x)[0]
+    if weight.to(tl.int64) % 16 == 0:  # nearly always, and four are loaded at a time; but vectors may start anywhere
+        at = tl.multiple_of(tl.broadcast(weight + column[None, :], x)[0], [16, 16])
+        weights = tl.load(at, mask=under, other=1.0)
+    else:
+        weights = tl.load(tl.broadcast(weight + column[None, :], x)[0], mask=under, other=1.0)
+    return weights.to(tl.float32)
+
+
+@triton.jit
+def _normalise(x, factor, weights, column, inside, P: tl.constexpr):
+    return tl.where((inside & (column < P.normed))[None, :], x * factor[:, None] * weights, x)
 
 
 @triton.jit
@@ -65,14 +74,15 @@ def _rotate(x, table, pair, P: tl.constexpr):
 
 @triton.jit
 def _hadamard(x, WIDTH: tl.constexpr):
-    """See ``quant.hadamard``. Sums over pairs leave every value with its thread, be its partner there or not."""
+    """See ``quant.hadamard``."""
     shape: tl.constexpr = x.shape
+    x = x * (1.0 / WIDTH)
     for i in tl.static_range(WIDTH.bit_length() - 1):
-        pairs = 0.5 * tl.reshape(x, [shape[0], WIDTH >> (i + 1), 2, 1 << i])
-        first = (tl.arange(0, 2) == 0)[None, None, :, None]
-        total = tl.sum(pairs, axis=2, keep_dims=True)
-        difference = tl.sum(tl.where(first, pairs, -pairs), axis=2, keep_dims=True)
-        x = tl.reshape(tl.where(first, total, difference), shape)
+        # A partner's bits are those of both without one's own: one exchange, and every value stays with its thread.
+        bits = tl.reshape(x.to(tl.int32, bitcast=True), [shape[0], WIDTH >> (i + 1), 2, 1 << i])
+        partner = (tl.xor_sum(bits, axis=2, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
+        sign = (tl.arange(0, 2) << 31)[None, None, :, None]
+        x = tl.reshape(partner + (bits ^ sign).to(tl.float32, bitcast=True), shape)
     return x * WIDTH**0.5
 
 
@@ -107,13 +117,14 @@ def _pack(
         y = tl.load(values + (P.head + behind)[None, :], mask=exists[None, :], other=0.0).to(tl.float32)
 
     if P.normed > 0:
+        weights = _weights(weight, x, column, inside, P)
         total = _square_sum(tl.where((column < P.normed)[None, :], x, 0.0), HEAD)
         if P.normed > P.head:
             total += _square_sum(tl.where((P.head + behind < P.normed)[None, :], y, 0.0), P.rest_block)
         factor = tl.rsqrt(total * (1.0 / P.normed) + P.eps)
-        x = _normalise(x, factor, weight, column, inside, P)
+        x = _normalise(x, factor, weights, column, inside, P)
         if P.normed > P.head:
-            y = _normalise(y, factor, weight, P.head + behind, exists, P)
+            y = _normalise(y, factor, _weights(weight, y, P.head + behind, exists, P), P.head + behind, exists, P)
     angles = table
     if P.turned > 0:
         START: tl.constexpr = (P.layout.width - P.turned) // 2
