@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jmla import kernels as kernels
     from jmla import models as models
     from jmla.completion import Completion, TokenLogprob
+    from jmla.engine import Engine
     from jmla.generation import generate, generate_tokens
     from jmla.kernels import debug_checks
     from jmla.loading import load
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CacheConsumedError": "jmla.models",
     "Completion": "jmla.completion",
+    "Engine": "jmla.engine",
     "Model": "jmla.models",
     "PagedCache": "jmla.models",
     "SamplingParams": "jmla.sampling",
@@ -40,6 +42,7 @@ _HOMES = {
 __all__ = [
     "CacheConsumedError",
     "Completion",
+    "Engine",
     "Model",
     "PagedCache",
     "SamplingParams",

@@ -10,6 +10,7 @@ from jmla.sampling import SamplingParams
 from jmla.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 Stream = Callable[[int, str | int], None]
+Reason = Literal["stop", "length", "cancelled", "deadline"]
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class Completion:
     Attributes:
         text: the completion without special tokens and without the stop; None if the checkpoint has no tokenizer.
         token_ids: every token made, the one that ended it included.
-        finish_reason: "stop" (an end token, or a stop of the caller) or "length".
+        finish_reason: "stop" (an end token, or a stop of the caller) or "length"; from an engine also "cancelled" or
+            "deadline".
         logprobs: one entry a token when asked for, else None.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Reason
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
@@ -59,7 +61,7 @@ class Output:
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    reason: Literal["stop", "length"] | None = None
+    reason: Reason | None = None
 
     def __post_init__(self) -> None:
         self._strings = StopStrings([s for s in self.params.stop if isinstance(s, str)])
@@ -115,7 +117,7 @@ class Output:
             self.reason = "stop"
         return stopped
 
-    def _finish(self, reason: Literal["stop", "length"]) -> None:
+    def _finish(self, reason: Reason) -> None:
         if self._release(len(self._waiting)):
             return
         if self._detokenizer is not None:
@@ -129,6 +131,11 @@ class Output:
             self.pieces.append(piece)
         if self.stream is not None and piece != "":
             self.stream(self.index, piece)
+
+    def end(self, reason: Reason) -> None:
+        """Ends the completion where it stands; what was held back as a possible stop is given out."""
+        if self.reason is None:
+            self._finish(reason)
 
     def completion(self) -> Completion:
         text = "".join(self.pieces) if self.tokenizer is not None else None

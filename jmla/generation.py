@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 from jmla import models, sampling
 from jmla.batching import bucket, cache_room, chunk_width, groups
 from jmla.completion import Completion, Output, Stream
+from jmla.decoding import BLOCK, Made, Rows, choose, compiled_block
 from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache
 from jmla.models.config.common import shown
@@ -30,92 +31,16 @@ from jmla.requests import (
 from jmla.sampling import DEFAULTS, History, RowParams, SamplingParams
 from jmla.values import check_integer, check_token_ids, is_list
 
-BLOCK = 16  # tokens that one launch of the decode loop makes at most
-
 # ---- on the device -------------------------------------------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Rows:
-    """State of the decode loop: ``token [B]`` last token of each row, ``made [B]`` tokens made, ``active [B]`` rows
-    that go on, ``limit [B]`` tokens to make at most, and the sampler's history."""
-
-    token: jax.Array
-    made: jax.Array
-    active: jax.Array
-    limit: jax.Array
-    history: History
-
-
-def _choose(
-    logits: jax.Array, rows: _Rows, params: RowParams, ends: jax.Array, deterministic: bool
-) -> tuple[_Rows, jax.Array]:
-    """Samples the next token of each active row; returns the rows after it and the tokens' log-probabilities."""
-    token, logprob = sampling.sample(logits, rows.made, params, rows.history, deterministic=deterministic)
-    token = jnp.where(rows.active, token, 0)
-    made = rows.made + rows.active
-    going = rows.active & (made < rows.limit) & ~jnp.any(token[:, None] == ends, -1)
-    history = rows.history.add(token, rows.active)
-    return replace(rows, token=token, made=made, active=going, history=history), logprob
 
 
 @functools.partial(jax.jit, static_argnames=("deterministic",))
 def _start(
-    logits: jax.Array,
-    rows: _Rows,
-    params: RowParams,
-    ends: jax.Array,
-    tops: jax.Array,
-    deterministic: bool,
-) -> tuple[_Rows, tuple[jax.Array, ...]]:
+    logits: jax.Array, rows: Rows, params: RowParams, ends: jax.Array, tops: jax.Array, deterministic: bool
+) -> tuple[Rows, Made]:
     """The first token of each row, from the prompt's logits."""
-    top = sampling.top_logprobs(logits, tops, deterministic=deterministic)
-    rows, logprob = _choose(logits, rows, params, ends, deterministic)
-    return rows, tuple(x[:, None] for x in (rows.token, logprob, *top))
-
-
-@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
-def _block(
-    model: Model,
-    cache: PagedCache,
-    rows: _Rows,
-    params: RowParams,
-    ends: jax.Array,
-    alive: jax.Array,
-    tops: jax.Array,
-    steps: jax.Array,
-) -> tuple[PagedCache, _Rows, tuple[jax.Array, ...]]:
-    """Up to ``steps`` more tokens of each row that is active and ``alive [B]``; stops when no row is.
-
-    Returns:
-        The cache, the rows, and the new ``tokens [B, BLOCK]``, their log-probabilities ``[B, BLOCK]``, the likeliest
-        ids and their log-probabilities ``[B, BLOCK, n]``.
-    """
-    deterministic = model.spec.deterministic
-    batch, vocab = rows.history.counts.shape
-    width = min(sampling.MAX_LOGPROBS, vocab)
-    out = (
-        jnp.zeros((batch, BLOCK), jnp.int32),
-        jnp.zeros((batch, BLOCK), jnp.float32),
-        jnp.zeros((batch, BLOCK, width), jnp.int32),
-        jnp.zeros((batch, BLOCK, width), jnp.float32),
-    )
-
-    def body(carry: Any) -> Any:
-        step, cache, rows, out = carry
-        logits, cache = models.decode(model, rows.token, cache, active=rows.active, donate=False)
-        top = sampling.top_logprobs(logits, tops, deterministic=deterministic)
-        rows, logprob = _choose(logits, rows, params, ends, deterministic)
-        out = tuple(o.at[:, step].set(x) for o, x in zip(out, (rows.token, logprob, *top), strict=True))
-        return step + 1, cache, rows, out
-
-    def going(carry: Any) -> Any:
-        return (carry[0] < steps) & jnp.any(carry[2].active)
-
-    rows = replace(rows, active=rows.active & alive)
-    _, cache, rows, out = lax.while_loop(going, body, (jnp.int32(0), cache, rows, out))
-    return cache, rows, out
+    rows, new = choose(logits, rows, params, ends, tops, deterministic)
+    return rows, tuple(x[:, None] for x in new)
 
 
 @jax.jit
@@ -214,7 +139,7 @@ def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: t
     end_ids = np.full(bucket(len(ends) or 1, 8), -1, np.int32)
     end_ids[: len(ends)] = ends
     tops = np.array(any(output.params.logprobs for output in outputs))
-    rows = _Rows(
+    rows = Rows(
         token=jnp.zeros(batch, jnp.int32),
         made=jnp.zeros(batch, jnp.int32),
         active=jnp.arange(batch) < len(prompts),
@@ -231,7 +156,7 @@ def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: t
         if not alive.any():
             return
         with dispatch.following(model.params, cache):
-            cache, rows, new = _block(model, cache, rows, params, end_ids, alive, tops, steps)
+            cache, rows, new = compiled_block(model, cache, rows, params, end_ids, alive, tops, steps)
         count = int(steps)
 
 
@@ -364,7 +289,7 @@ def _generate_tokens(
     inside = jnp.arange(width) < lengths[:, None]
     text = jnp.pad(jnp.where(inside, tokens, 0), ((0, 0), (0, max_new_tokens)))
     logprobs = jnp.zeros((batch, max_new_tokens), jnp.float32)
-    rows = _Rows(
+    rows = Rows(
         token=jnp.zeros(batch, jnp.int32),
         made=jnp.zeros(batch, jnp.int32),
         active=lengths > 0,
@@ -372,8 +297,8 @@ def _generate_tokens(
         history=History.start(tokens, lengths, vocab),
     )
 
-    def choose(logits: jax.Array, rows: _Rows, text: jax.Array, logprobs: jax.Array) -> tuple[_Rows, Any, Any]:
-        after, logprob = _choose(logits, rows, params, end_ids, deterministic)
+    def add(logits: jax.Array, rows: Rows, text: jax.Array, logprobs: jax.Array) -> tuple[Rows, Any, Any]:
+        after, (_, logprob, *_) = choose(logits, rows, params, end_ids, jnp.array(False), deterministic)
         at = jnp.where(rows.active, lengths + rows.made, width + max_new_tokens)  # past the end: dropped
         text = text.at[index, at].set(after.token, mode="drop")
         step = jnp.where(rows.active, rows.made, max_new_tokens)
@@ -382,8 +307,8 @@ def _generate_tokens(
     def body(carry: Any) -> Any:
         cache, rows, text, logprobs = carry
         logits, cache = models.decode(model, rows.token, cache, active=rows.active, donate=False)
-        return cache, *choose(logits, rows, text, logprobs)
+        return cache, *add(logits, rows, text, logprobs)
 
-    carry = (cache, *choose(logits, rows, text, logprobs))
+    carry = (cache, *add(logits, rows, text, logprobs))
     _, rows, text, logprobs = lax.while_loop(lambda c: jnp.any(c[1].active), body, carry)
     return text, lengths + rows.made, logprobs

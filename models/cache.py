@@ -14,6 +14,8 @@ from jmla.models.options import check_dtype, check_flag, check_integer
 from jmla.models.params import layer_counts
 from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS, Model, ModelSpec, cache_layouts, check_model
 
+RECORDED = ("csa", "index")  # streams whose running windows cross the ends of pages
+
 
 class CacheConsumedError(RuntimeError):
     """A cache was used after a step had taken its buffers over."""
@@ -37,6 +39,8 @@ class PagedCache:
             window holds newer tokens, which the window's bounds keep from being read as old ones.
         lengths: ``[B]`` int32 tokens in the cache.
         draft_lengths: ``[B]`` int32 tokens that the draft block has seen.
+        boundaries: states as they were at the ends of pages, by stream, float32 ``[layers, records, ring, 2 * width]``:
+            where a sequence can be taken up again. Without the window's stream "hca": its windows end with pages.
         layouts: the byte layout of each stream (static).
         layers: how many layers write each stream (static).
         chunk: most tokens of a row that one pass may append, for the window's pages to suffice (static).
@@ -53,6 +57,7 @@ class PagedCache:
     layers: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
     chunk: int = dataclasses.field(metadata={"static": True})
     max_seq_len: int = dataclasses.field(metadata={"static": True})
+    boundaries: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -69,7 +74,8 @@ class PagedCache:
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated by stream and by compressor state."""
         held = {name: pool.nbytes for name, pool in self.pools.items()}
-        return held | {f"{name} state": state.nbytes for name, state in self.states.items()}
+        held |= {f"{name} state": state.nbytes for name, state in self.states.items()}
+        return held | {f"{name} boundaries": records.nbytes for name, records in self.boundaries.items()}
 
 
 def bytes_per_token(spec: ModelSpec) -> dict[str, float]:
@@ -147,12 +153,67 @@ def init_cache(
     if dtype is not None:
         spec = dataclasses.replace(spec, kv_layout=check_dtype(dtype))
     row_pages = -(-max_seq_len // PAGE_TOKENS)
-    layouts, counts = cache_layouts(spec), layer_counts(spec.config, spec.drafting)
     window_pages = row_pages if whole_window else min(row_pages, _window_pages(spec))
+    first = np.arange(batch, dtype=np.int32)[:, None]
+    window_table = first * window_pages + np.arange(row_pages, dtype=np.int32) % window_pages
+    return _cache(
+        spec,
+        max_seq_len,
+        table=first * row_pages + np.arange(row_pages, dtype=np.int32),
+        window_table=window_table if spec.is_v4 else None,
+        pages=batch * row_pages,
+        window_pages=batch * window_pages,
+        records=0,
+        chunk=max_seq_len if window_pages == row_pages else _longest_chunk(spec, window_pages),
+    )
+
+
+def open_cache(
+    model: Model, batch: int, max_seq_len: int, *, pages: int, window_pages: int = 0, records: int = 0
+) -> PagedCache:
+    """An empty cache whose pages are not handed out: tables hold -1 until the caller puts page ids there.
+
+    Args:
+        model: the loaded model.
+        batch: rows.
+        max_seq_len: tokens that a row's tables have room for.
+        pages: of 256 tokens, of all rows together, in the streams that share ``table``.
+        window_pages: likewise of V4's window stream.
+        records: states at ends of pages that can be kept (V4).
+
+    Raises:
+        ValueError: more pages than int32 slot ids can address.
+    """
+    spec = model.spec
+    table = np.full((batch, -(-max_seq_len // PAGE_TOKENS)), -1, np.int32)
+    return _cache(
+        spec,
+        max_seq_len,
+        table=table,
+        window_table=table.copy() if spec.is_v4 else None,
+        pages=pages,
+        window_pages=window_pages,
+        records=records,
+        chunk=max_seq_len,
+    )
+
+
+def _cache(
+    spec: ModelSpec,
+    max_seq_len: int,
+    *,
+    table: np.ndarray,
+    window_table: np.ndarray | None,
+    pages: int,
+    window_pages: int,
+    records: int,
+    chunk: int,
+) -> PagedCache:
+    batch = len(table)
+    layouts, counts = cache_layouts(spec), layer_counts(spec.config, spec.drafting)
     pools = {}
     for name, layout in layouts.items():
-        pages = batch * (window_pages if name == "window" else row_pages)
-        rows = counts[name] * pages * _kernel_pages(spec, name)
+        rows = counts[name] * (window_pages if name == "window" else pages) * _kernel_pages(spec, name)
         if rows * layout.page_size > np.iinfo(np.int32).max:
             raise ValueError(
                 f"Expected the {name} pool to have at most 2**31 - 1 slots over all layers, got "
@@ -161,21 +222,78 @@ def init_cache(
         typed = layout.kind == "plain"
         shape = (rows, layout.page_size * layout.width if typed else layout.page_stride)
         pools[name] = jnp.zeros(shape, layout.value_dtype if typed else jnp.uint8)
-    first = np.arange(batch, dtype=np.int32)[:, None]
-    window_table = None
-    if spec.is_v4:
-        window_table = jnp.asarray(first * window_pages + np.arange(row_pages, dtype=np.int32) % window_pages)
+    boundaries = {}
+    if records:
+        shapes = _state_shapes(spec, records)
+        boundaries = {name: jnp.zeros(shapes[name], jnp.float32) for name in RECORDED if name in shapes}
     return PagedCache(
         pools=pools,
         states={name: jnp.zeros(shape, jnp.float32) for name, shape in _state_shapes(spec, batch).items()},
-        table=jnp.asarray(first * row_pages + np.arange(row_pages, dtype=np.int32)),
-        window_table=window_table,
+        table=jnp.asarray(table),
+        window_table=None if window_table is None else jnp.asarray(window_table),
         lengths=jnp.zeros((batch,), jnp.int32),
         draft_lengths=jnp.zeros((batch,), jnp.int32),
         layouts=tuple(layouts.items()),
         layers=tuple(counts.items()),
-        chunk=max_seq_len if window_pages == row_pages else _longest_chunk(spec, window_pages),
+        chunk=chunk,
         max_seq_len=max_seq_len,
+        boundaries=boundaries,
+    )
+
+
+def take_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
+    """The cache of some of the rows, ``rows [b]``; a number past the last row gives an empty one."""
+    there = rows < cache.batch
+    at = jnp.minimum(rows, cache.batch - 1)
+
+    def table(x: jax.Array) -> jax.Array:
+        return jnp.where(there[:, None], x[at], -1)
+
+    return cache.replace(
+        states={name: state[:, at] for name, state in cache.states.items()},
+        table=table(cache.table),
+        window_table=None if cache.window_table is None else table(cache.window_table),
+        lengths=jnp.where(there, cache.lengths[at], 0),
+        draft_lengths=jnp.where(there, cache.draft_lengths[at], 0),
+        boundaries={},
+    )
+
+
+def put_rows(cache: PagedCache, rows: jax.Array, part: PagedCache) -> PagedCache:
+    """The cache after ``part``, made by ``take_rows``, has gone on."""
+    return cache.replace(
+        pools=part.pools,
+        states={name: state.at[:, rows].set(part.states[name], mode="drop") for name, state in cache.states.items()},
+        lengths=cache.lengths.at[rows].set(part.lengths, mode="drop"),
+        draft_lengths=cache.draft_lengths.at[rows].set(part.draft_lengths, mode="drop"),
+    )
+
+
+def record_boundaries(cache: PagedCache, records: jax.Array) -> PagedCache:
+    """Keeps the states of rows that stand at the end of a page in ``records [B]``, -1 for those not to keep."""
+    here = (records >= 0) & (cache.lengths % PAGE_TOKENS == 0) & (cache.lengths > 0)
+    count = next(iter(cache.boundaries.values())).shape[1]
+    target = jnp.where(here, records, count)  # dropped
+
+    def keep(boundaries: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: kept.at[:, target].set(cache.states[name], mode="drop") for name, kept in boundaries.items()}
+
+    return cache.replace(boundaries=jax.lax.cond(jnp.any(here), keep, lambda same: same, cache.boundaries))
+
+
+def place_row(cache: PagedCache, row: jax.Array, length: jax.Array, record: jax.Array) -> PagedCache:
+    """The cache whose ``row`` goes on behind ``length`` tokens, with the states of ``record`` (none if -1)."""
+
+    def restored(name: str, state: jax.Array) -> jax.Array:
+        kept = jnp.zeros_like(state[:, 0])
+        if name in cache.boundaries:
+            kept = jnp.where(record >= 0, cache.boundaries[name][:, jnp.maximum(record, 0)], kept)
+        return state.at[:, row].set(kept)
+
+    return cache.replace(
+        states={name: restored(name, state) for name, state in cache.states.items()},
+        lengths=cache.lengths.at[row].set(length),
+        draft_lengths=cache.draft_lengths.at[row].set(0),
     )
 
 

@@ -100,7 +100,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     _, names = wheel
     assert {name.split("/")[0] for name in names} == {"jmla", "jmla-0.1.0.dist-info"}
     sources = {f"jmla/{p.relative_to(ROOT / 'jmla').as_posix()}" for p in (ROOT / "jmla").glob("*.py")}
-    sources |= {f"jmla/bench/{p.name}" for p in (ROOT / "jmla" / "bench").glob("*.py")}
+    for part in ("bench", "engine"):
+        sources |= {f"jmla/{part}/{p.name}" for p in (ROOT / "jmla" / part).glob("*.py")}
     for floor in ("kernels", "models"):
         sources |= {f"jmla/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / floor).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources

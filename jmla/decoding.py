@@ -1,0 +1,109 @@
+"""The decode loop on the device: rows that go on until an end token or their limit, sampled in the same program."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmla import models, sampling
+from jmla.models import Model, PagedCache
+from jmla.models.cache import record_boundaries
+from jmla.sampling import History, RowParams
+
+BLOCK = 16  # tokens that one launch of the decode loop makes at most
+
+Made = tuple[jax.Array, ...]  # tokens, their log-probabilities, the likeliest ids and their log-probabilities
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """State of the decode loop: ``token [B]`` last token of each row, ``made [B]`` tokens made, ``active [B]`` rows
+    that go on, ``limit [B]`` tokens to make at most, and the sampler's history."""
+
+    token: jax.Array
+    made: jax.Array
+    active: jax.Array
+    limit: jax.Array
+    history: History
+
+    @classmethod
+    def empty(cls, batch: int, vocab_size: int) -> "Rows":
+        """Rows that do nothing."""
+        zeros = jnp.zeros(batch, jnp.int32)
+        history = History(jnp.zeros((batch, vocab_size), bool), jnp.zeros((batch, vocab_size), jnp.int32))
+        return cls(zeros, jnp.copy(zeros), jnp.zeros(batch, bool), jnp.copy(zeros), history)
+
+
+def choose(
+    logits: jax.Array, rows: Rows, params: RowParams, ends: jax.Array, tops: jax.Array, deterministic: bool
+) -> tuple[Rows, Made]:
+    """Samples the next token of each active row: the rows after it, and what was made, ``[B]`` and ``[B, n]``."""
+    top = sampling.top_logprobs(logits, tops, deterministic=deterministic)
+    token, logprob = sampling.sample(logits, rows.made, params, rows.history, deterministic=deterministic)
+    token = jnp.where(rows.active, token, 0)
+    made = rows.made + rows.active
+    going = rows.active & (made < rows.limit) & ~jnp.any(token[:, None] == ends, -1)
+    history = rows.history.add(token, rows.active)
+    return replace(rows, token=token, made=made, active=going, history=history), (token, logprob, *top)
+
+
+def decode_block(
+    model: Model,
+    cache: PagedCache,
+    rows: Rows,
+    params: RowParams,
+    ends: jax.Array,
+    alive: jax.Array,
+    tops: jax.Array,
+    steps: jax.Array,
+    records: jax.Array | None = None,
+) -> tuple[PagedCache, Rows, Made]:
+    """Up to ``steps`` more tokens of each row that is active and ``alive [B]``; stops when no row is.
+
+    Args:
+        model: the model.
+        cache: of the rows.
+        rows: their state.
+        params: the sampler's options.
+        ends: ``[n]`` ids that end a row.
+        alive: ``[B]`` rows that the host lets go on.
+        tops: whether the likeliest ids are wanted.
+        steps: at most ``BLOCK``.
+        records: ``[B]`` where each row's running windows go when it reaches the end of a page, -1 for nowhere; None in
+            caches that keep none.
+
+    Returns:
+        The cache, the rows, and the new ``tokens [B, BLOCK]``, their log-probabilities ``[B, BLOCK]``, the likeliest
+        ids and their log-probabilities ``[B, BLOCK, n]``.
+    """
+    batch, vocab = rows.history.counts.shape
+    width = min(sampling.MAX_LOGPROBS, vocab)
+    out = (
+        jnp.zeros((batch, BLOCK), jnp.int32),
+        jnp.zeros((batch, BLOCK), jnp.float32),
+        jnp.zeros((batch, BLOCK, width), jnp.int32),
+        jnp.zeros((batch, BLOCK, width), jnp.float32),
+    )
+
+    def body(carry: Any) -> Any:
+        step, cache, rows, out = carry
+        logits, cache = models.decode(model, rows.token, cache, active=rows.active, donate=False)
+        if records is not None:
+            cache = record_boundaries(cache, jnp.where(rows.active, records, -1))
+        rows, new = choose(logits, rows, params, ends, tops, model.spec.deterministic)
+        out = tuple(o.at[:, step].set(x) for o, x in zip(out, new, strict=True))
+        return step + 1, cache, rows, out
+
+    def going(carry: Any) -> Any:
+        return (carry[0] < steps) & jnp.any(carry[2].active)
+
+    rows = replace(rows, active=rows.active & alive)
+    _, cache, rows, out = lax.while_loop(going, body, (jnp.int32(0), cache, rows, out))
+    return cache, rows, out
+
+
+compiled_block = functools.partial(jax.jit, donate_argnames=("cache", "rows"))(decode_block)

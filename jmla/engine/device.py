@@ -1,0 +1,118 @@
+"""What an engine runs on the device: compiled steps over a cache of many rows and the rows' sampling state."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmla import models
+from jmla.decoding import Made, Rows, choose
+from jmla.models import Model, PagedCache
+from jmla.models.cache import place_row, put_rows, record_boundaries, take_rows
+from jmla.sampling import History, RowParams
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
+def place(
+    cache: PagedCache,
+    rows: Rows,
+    row: jax.Array,
+    length: jax.Array,
+    record: jax.Array,
+    limit: jax.Array,
+    prompt: jax.Array,
+    prompt_length: jax.Array,
+    made: jax.Array,
+    made_length: jax.Array,
+) -> tuple[PagedCache, Rows]:
+    """Gives a row to a request.
+
+    Args:
+        cache: of all rows.
+        rows: sampling state of all rows.
+        row: the row.
+        length: tokens that its pages hold already.
+        record: of the states behind them, -1 for none.
+        limit: tokens that the request may make.
+        prompt: ``[P]`` tokens that the penalties count as prompt, ``prompt_length`` of them.
+        prompt_length: see ``prompt``.
+        made: ``[M]`` tokens that it has made before, ``made_length`` of them.
+        made_length: see ``made``.
+    """
+    vocab = rows.history.counts.shape[1]
+
+    def valid(ids: jax.Array, count: jax.Array) -> jax.Array:
+        return jnp.where(jnp.arange(len(ids)) < count, ids, vocab)  # past the end: dropped
+
+    seen = jnp.zeros(vocab, bool).at[valid(prompt, prompt_length)].set(True, mode="drop")
+    counts = jnp.zeros(vocab, jnp.int32).at[valid(made, made_length)].add(1, mode="drop")
+    history = History(rows.history.prompt.at[row].set(seen), rows.history.counts.at[row].set(counts))
+    rows = replace(
+        rows,
+        made=rows.made.at[row].set(made_length),
+        active=rows.active.at[row].set(False),
+        limit=rows.limit.at[row].set(limit),
+        history=history,
+    )
+    return place_row(cache, row, length, record), rows
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
+def prefill_rows(
+    model: Model,
+    cache: PagedCache,
+    rows: Rows,
+    params: RowParams,
+    index: jax.Array,
+    tokens: jax.Array,
+    counts: jax.Array,
+    ending: jax.Array,
+    ends: jax.Array,
+    tops: jax.Array,
+    records: jax.Array | None,
+) -> tuple[PagedCache, Rows, Made]:
+    """A chunk of the prompts of some rows; those whose prompt ends here make their first token and become active.
+
+    Args:
+        model: the model.
+        cache: of all rows.
+        rows: sampling state of all rows.
+        params: the sampler's options of all rows.
+        index: ``[b]`` rows, past the last one for none.
+        tokens: ``[b, T]``.
+        counts: ``[b]`` tokens of the chunk.
+        ending: ``[b]``, whether the prompt ends with it.
+        ends: ``[n]`` ids that end a row.
+        tops: whether the likeliest ids are wanted.
+        records: ``[B]`` where each row's states go if its chunk ends with a page; None in caches that keep none.
+    """
+    part = take_rows(cache, index)
+    logits, part = models.prefill(model, tokens, counts, part, donate=False)
+    cache = put_rows(cache, index, part)
+    if records is not None:
+        cache = record_boundaries(cache, records)
+    here = jnp.minimum(index, cache.batch - 1)
+    some = jax.tree.map(lambda x: x[here], rows)
+    some, made = choose(
+        logits,
+        replace(some, active=ending),
+        jax.tree.map(lambda x: x[here], params),
+        ends,
+        tops,
+        model.spec.deterministic,
+    )
+    target = jnp.where(ending, index, cache.batch)  # dropped
+    rows = jax.tree.map(lambda all_, new: all_.at[target].set(new, mode="drop"), rows, some)
+    return cache, rows, made
+
+
+def with_tables(cache: PagedCache, table: np.ndarray, window_table: np.ndarray | None) -> PagedCache:
+    """The cache with the host's tables as they are now.
+
+    The copies are NumPy's, since the CPU backend may read an array where it lies, and later than it was given: the host
+    changes its tables while the device still works.
+    """
+    windows = None if window_table is None else jnp.asarray(window_table.copy())
+    return cache.replace(table=jnp.asarray(table.copy()), window_table=windows)

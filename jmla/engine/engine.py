@@ -1,0 +1,673 @@
+"""The engine: admits requests to the rows of a cache, and decides for each step who computes what on which pages."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmla.batching import SMALLEST_CHUNK, bucket
+from jmla.completion import Completion, Output, Reason
+from jmla.decoding import BLOCK, Rows, compiled_block
+from jmla.engine import device
+from jmla.engine.pages import PagePool
+from jmla.engine.prefixes import Node, PrefixIndex
+from jmla.engine.request import Handle, Request
+from jmla.kernels import dispatch
+from jmla.models import Model
+from jmla.models.cache import open_cache
+from jmla.models.config import V4Config
+from jmla.models.config.common import shown
+from jmla.models.options import check_flag
+from jmla.models.spec import PAGE_TOKENS, check_model
+from jmla.requests import complete_params, encode, end_token_ids, split_prompts
+from jmla.sampling import DEFAULTS, RowParams, SamplingParams
+from jmla.values import check_integer, check_number, check_text
+
+ROOM = 8192  # tokens that a row has pages for by default, where max_seq_len is more
+BUSY_STEPS = 4  # tokens of a decode launch while prompts wait for their turn
+
+
+@dataclasses.dataclass
+class Stats:
+    """What an engine has done.
+
+    Attributes:
+        submitted: requests.
+        finished: requests that came to their own end.
+        cancelled: requests that were cancelled or ran out of time.
+        failed: requests whose logits were not numbers.
+        preempted: times that a request gave its pages back to be computed again.
+        steps: calls of ``step`` that computed something.
+        prompt_tokens: of the requests that have started.
+        cached_tokens: of those, read from the pages of earlier requests.
+        made_tokens: given out.
+    """
+
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    preempted: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    made_tokens: int = 0
+
+
+class Engine:
+    """Serves many requests over one model and one paged cache.
+
+    Each request's tokens are those that it would get alone: bit for bit with a model loaded as ``deterministic``, else
+    up to rounding, which may tip a close choice. Nothing runs by itself: ``step`` computes, and so do a handle's
+    ``result`` and iteration. Methods may be called from several threads; one step runs at a time.
+
+    Prefixes are reused in whole pages of 256 tokens. For V4 a request can go on where a chunk or the decoding of an
+    earlier one ended a page, as long as a resume point holds what the window and the compressors need there.
+
+    Args:
+        model: the loaded model.
+        max_requests: rows of the cache: requests that run at a time.
+        max_seq_len: tokens of a prompt and its completion; at most and by default what the model takes and ``pages``
+            hold.
+        pages: of 256 tokens, shared by all requests and by the prefixes kept; default: enough for all rows at 8192
+            tokens or ``max_seq_len``.
+        resume_points: V4's prefix ends that can be gone on from; default: one for each of ``pages`` up to 64.
+        prefill_chunk: tokens of a prompt that one pass takes; default: the model's.
+        token_budget: tokens of all prompts and of decoding in one step; default: ``prefill_chunk + max_requests``.
+        decode_steps: tokens of each request in one launch of the decode loop, 1 to 16.
+        prefix_reuse: whether finished pages are kept for later requests.
+        clock: seconds, for deadlines.
+
+    Raises:
+        TypeError: no model, or a flag that is no bool.
+        ValueError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_requests: int = 8,
+        max_seq_len: int | None = None,
+        pages: int | None = None,
+        resume_points: int | None = None,
+        prefill_chunk: int | None = None,
+        token_budget: int | None = None,
+        decode_steps: int = 8,
+        prefix_reuse: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        spec = check_model(model).spec
+        rows = check_integer("max_requests", max_requests, 1)
+        length = spec.max_seq_len
+        if max_seq_len is not None:
+            length = check_integer("max_seq_len", max_seq_len, 2, spec.max_seq_len)
+        chunk = min(spec.prefill_chunk, length)
+        if prefill_chunk is not None:
+            chunk = check_integer("prefill_chunk", prefill_chunk, 1, spec.prefill_chunk)
+        each = -(-min(length, ROOM) // PAGE_TOKENS)
+        count = rows * each if pages is None else check_integer("pages", pages, 1)
+        length = min(length, count * PAGE_TOKENS)
+        self._budget = chunk + rows if token_budget is None else check_integer("token_budget", token_budget, 1)
+        self._steps = check_integer("decode_steps", decode_steps, 1, BLOCK)
+        if not callable(clock):
+            raise TypeError(f"Expected clock={shown(clock)} to be a function that gives seconds")
+        self._chunk, self._clock = chunk, clock
+        self._reuse = check_flag("prefix_reuse", prefix_reuse)
+        self._window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
+        served = dataclasses.replace(spec, max_seq_len=length, prefill_chunk=max(chunk, SMALLEST_CHUNK))
+        self._model = dataclasses.replace(model, spec=served)
+        points = min(count, 64) if resume_points is None else check_integer("resume_points", resume_points, 0)
+        self._reuse = self._reuse and self._window - 1 <= PAGE_TOKENS  # a resume point holds one window page
+        windows = 0
+        if self._window:
+            points = points if self._reuse else 0
+            windows = rows * (-(-(self._window - 1 + max(chunk, BLOCK)) // PAGE_TOKENS) + 1) + points
+        else:
+            points = 0
+        self._sizes = {"pages": count, "window_pages": windows, "records": points}
+        self._cache = open_cache(self._model, rows, length, **self._sizes)
+        self._pages = PagePool(count)
+        self._windows = PagePool(windows) if self._window else None
+        self._records = PagePool(points) if self._window else None
+        self._index = PrefixIndex(self._pages, self._windows, self._records, PAGE_TOKENS)
+        self._table = np.full(self._cache.table.shape, -1, np.int32)
+        self._window_table = self._table.copy() if self._window else None
+        self._submitted = 0
+        self._rows = Rows.empty(rows, spec.config.vocab_size)
+        self._running: list[Request | None] = [None] * rows
+        self._waiting: list[Request] = []
+        self._params = RowParams.pack([DEFAULTS] * rows)
+        self._ends = end_token_ids(model)
+        self._end_ids = np.full(bucket(len(self._ends) or 1, 8), -1, np.int32)
+        self._end_ids[: len(self._ends)] = self._ends
+        self._tokenizer = model.text.tokenizer if model.text is not None else None
+        self._lock = threading.RLock()
+        self._stepping = False
+        self._cancelled: list[Request] = []
+        self.stats = Stats()
+
+    # ---- what callers do
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Any = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: str = "",
+        callback: Callable[[str | int], None] | None = None,
+    ) -> Handle:
+        """Queues a prompt.
+
+        Args:
+            prompt: a string or token ids.
+            sampling: how to choose tokens; what is unset comes from the checkpoint.
+            max_new_tokens: overrides ``sampling``.
+            stop: overrides ``sampling``.
+            priority: higher runs first, and may take the place of lower.
+            deadline: seconds from now after which the request ends with what it has ("deadline").
+            salt: prefixes are shared only among requests of one salt, for instance a tenant's.
+            callback: called with each piece of text (token id without a tokenizer) from within ``step``.
+
+        Raises:
+            TypeError, ValueError: a bad prompt or option.
+        """
+        if callback is not None and not callable(callback):
+            raise TypeError(f"Expected callback={shown(callback)} to be a function of a piece")
+        if not isinstance(salt, str):
+            raise TypeError(f"Expected salt={shown(salt)} to be a string")
+        check_text("salt", salt)
+        ids = encode(self._model, 0, prompt)
+        (params,) = complete_params(self._model, sampling, 1, [len(ids)], max_new_tokens, stop)
+        level = check_integer("priority", priority, -(2**31), 2**31 - 1)
+        seconds = None if deadline is None else check_number("deadline", deadline, 0, np.inf)
+        return self._queue(ids, params, level, seconds, salt, callback)
+
+    def _queue(
+        self,
+        ids: np.ndarray,
+        params: SamplingParams,
+        priority: int = 0,
+        seconds: float | None = None,
+        salt: str = "",
+        callback: Callable[[str | int], None] | None = None,
+    ) -> Handle:
+        pieces: list[str | int] = []
+
+        def take(_: int, piece: str | int) -> None:
+            pieces.append(piece)
+            if callback is not None:
+                callback(piece)
+
+        with self._lock:
+            number = self._submitted
+            output = Output(number, params, frozenset(self._ends), self._tokenizer, take)
+            limit = None if seconds is None else self._clock() + seconds
+            request = Request(number, ids, params, output, priority, limit, salt, pieces=pieces)
+            self._submitted += 1
+            self.stats.submitted += 1
+            self._waiting.append(request)
+            return Handle(self, request)
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request where it stands; its pages are back when this returns, or from a callback when the step does.
+
+        No effect on a request that has ended.
+        """
+        if not isinstance(handle, Handle) or handle._engine is not self:
+            raise TypeError(f"Expected handle={shown(handle)} to be a Handle that this engine gave out")
+        with self._lock:
+            self._cancelled.append(handle._request)
+            if not self._stepping:  # else called from a callback: the step's work is done first
+                self._end_cancelled()
+
+    def _end_cancelled(self) -> None:
+        before, self._stepping = self._stepping, True  # callbacks run here too
+        try:
+            while self._cancelled:
+                self._end(self._cancelled.pop(), "cancelled")
+        finally:
+            self._stepping = before
+
+    def step(self) -> bool:
+        """Computes a chunk of each prompt that the budget has room for, and some tokens of every request that decodes.
+
+        Returns:
+            Whether requests are left.
+        """
+        with self._lock:
+            if self._stepping:
+                raise RuntimeError("Expected no step within a step: a callback must not step the engine")
+            self._stepping = True
+            try:
+                self._step()
+                self._end_cancelled()
+            except BaseException:  # an interrupt, or no memory: the device may be ahead of what is known here
+                self._recover()
+                raise
+            finally:
+                self._stepping = False
+            return self.busy
+
+    def _recover(self) -> None:
+        """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
+        for request in [r for r in self._running if r is not None]:
+            if request.ended:
+                self._release(request)
+            else:
+                self._preempt(request)
+        self._index.clear()
+        if self._records is not None:  # some may have been taken for what did not happen
+            self._records = self._index.records = PagePool(self._records.size)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
+            rows = len(self._running)
+            self._cache = open_cache(self._model, rows, self._model.spec.max_seq_len, **self._sizes)
+            self._rows = Rows.empty(rows, self._model.spec.config.vocab_size)
+
+    def _step(self) -> None:
+        self._expire()
+        self._admit()
+        prompts = self._next_chunks()
+        if prompts:
+            self._prefill(prompts)
+        decoding = [r for r in self._running if r is not None and r.active]
+        if decoding:
+            self._decode(decoding)
+        self.stats.steps += bool(prompts or decoding)
+
+    def run(self) -> None:
+        """Steps until no request is left."""
+        while self.step():
+            pass
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        max_new_tokens: int | None = None,
+        stop: Any = None,
+    ) -> list[Completion]:
+        """Completes several prompts together, in their order.
+
+        Raises:
+            TypeError, ValueError: a bad prompt or option; then none is queued.
+        """
+        items, _ = split_prompts(prompts)
+        ids = [encode(self._model, index, prompt) for index, prompt in enumerate(items)]
+        rows = complete_params(self._model, sampling, len(ids), [len(p) for p in ids], max_new_tokens, stop)
+        handles = [self._queue(prompt, row) for prompt, row in zip(ids, rows, strict=True)]
+        try:
+            return [handle.result() for handle in handles]
+        finally:  # after an error the others have no one to wait for them
+            for handle in handles:
+                handle.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        return bool(self._waiting) or any(request is not None for request in self._running)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no request holds; some of them may hold prefixes until they are needed."""
+        return self._pages.free + self._index.unread
+
+    def forget_prefixes(self) -> None:
+        """Drops all kept prefixes, so that every page that no request holds is free."""
+        with self._lock:
+            if any(request is not None for request in self._running):
+                raise RuntimeError("Expected no running requests, their pages are part of prefixes")
+            self._index.clear()
+
+    # ---- who runs
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for request in [*self._waiting, *self._running]:
+            if request is not None and request.deadline is not None and now >= request.deadline:
+                self._end(request, "deadline")
+
+    def _admit(self) -> None:
+        while self._waiting:
+            request = min(self._waiting, key=lambda r: r.rank)
+            path = self._index.match(request.tokens, request.salt) if self._reuse else []
+            running = [r for r in self._running if r is not None]
+            lower = [r for r in running if r.priority < request.priority]
+            if self._fits(request, path, running):
+                self._place(request, path)
+            elif lower and self._fits(request, path, [r for r in running if r not in lower], lower):
+                self._preempt(max(lower, key=lambda r: r.rank))
+            else:
+                return
+
+    def _fits(self, request: Request, path: list[Node], beside: list[Request], instead: Sequence[Request] = ()) -> bool:
+        """Whether a row and pages are left for a request, ``instead`` of some and ``beside`` the other running ones.
+
+        Those still have to take pages for tokens that they know, and soon one each for those that they make.
+        """
+        if len(beside) == len(self._running):
+            return False
+        if not beside:
+            return True  # every request fits alone
+        room = self.free_pages + sum(self._index.only_reader(page) for r in instead for page in r.pages)
+        room -= sum(self._index.only_kept(node.page) for node in path)  # would be read, and not be free
+        promised = sum(max(self._pages_of(r.known + 1) - len(r.pages), 0) for r in beside)
+        need = self._pages_of(request.known + 1) - len(path)
+        return need + promised + len(beside) <= room
+
+    def _place(self, request: Request, path: list[Node]) -> None:
+        """Gives a request a row and the pages of its known prefix."""
+        for node in path:
+            self._pages.share(node.page)
+            self._index.touch(node)
+        self._waiting.remove(request)
+        row = self._running.index(None)
+        self._running[row] = request
+        request.row, request.active = row, False
+        request.pages = [node.page for node in path]
+        request.noted, request.length = len(path), len(path) * PAGE_TOKENS
+        request.node = path[-1] if path else self._index.root(request.salt)
+        # Pages that are known without a resume point end a chunk, and get one.
+        request.known_pages = self._index.known(request.tokens, request.salt) if self._reuse and self._window else 0
+        self._table[row] = -1
+        self._table[row, : len(path)] = request.pages
+        record = -1
+        if self._windows is not None and self._window_table is not None:
+            request.windows, self._window_table[row] = {}, -1
+            if path:
+                record = path[-1].record
+                self._hold_window(request, len(path) - 1, self._windows.share(path[-1].window))
+        if request.cached is None:
+            request.cached = request.length
+            self.stats.prompt_tokens += len(request.prompt)
+            self.stats.cached_tokens += request.length
+        running = [DEFAULTS if r is None else r.params for r in self._running]
+        self._params = RowParams.pack(running)
+        made = np.asarray(request.output.ids, np.int32)
+        with dispatch.following(self._model.params, self._cache):
+            self._cache, self._rows = device.place(
+                self._cache,
+                self._rows,
+                np.int32(row),
+                np.int32(request.length),
+                np.int32(record),
+                np.int32(request.params.max_new_tokens or 0),
+                _padded(request.prompt),
+                np.int32(len(request.prompt)),
+                _padded(made),
+                np.int32(len(made)),
+            )
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a request's row and pages; it waits to be computed again from its tokens."""
+        self._release(request)
+        self._waiting.append(request)
+        request.preempted += 1
+        self.stats.preempted += 1
+
+    def _end(self, request: Request, reason: Reason) -> None:
+        if request.ended:
+            return
+        self.stats.cancelled += 1
+        try:
+            request.output.end(reason)
+        except Exception as error:  # of the caller's callback
+            request.error = error
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Takes an ended request out."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.row >= 0:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        for page in request.pages:
+            self._pages.release(page)
+        if self._windows is not None:
+            for page in request.windows.values():
+                self._windows.release(page)
+        self._running[request.row] = None
+        request.row, request.length, request.noted, request.active = -1, 0, 0, False
+        request.pages, request.windows, request.node = [], {}, None
+
+    # ---- pages
+
+    @staticmethod
+    def _pages_of(tokens: int) -> int:
+        return -(-tokens // PAGE_TOKENS)
+
+    def _take_page(self) -> int | None:
+        page = self._pages.take()
+        while page is None and self._index.give_back_page():
+            page = self._pages.take()
+        return page
+
+    def _hold_window(self, request: Request, ordinal: int, page: int) -> None:
+        request.windows[ordinal] = page
+        if self._window_table is not None:
+            self._window_table[request.row, ordinal] = page
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Pages for ``count`` more tokens, at worst from requests that rank behind; False if this one had to go."""
+        while len(request.pages) < self._pages_of(request.length + count):
+            page = self._take_page()
+            if page is None:
+                others = [r for r in self._running if r is not None and r is not request]
+                worst = max([request, *others], key=lambda r: r.rank)
+                if worst is request and not others:
+                    raise RuntimeError(
+                        f"Expected {self._pages.size} pages to hold one request, {self.free_pages} are free"
+                    )
+                self._preempt(worst)
+                if worst is request:
+                    return False
+                continue
+            self._table[request.row, len(request.pages)] = page
+            request.pages.append(page)
+        if self._windows is not None:
+            first = max(request.length - (self._window - 1), 0) // PAGE_TOKENS
+            for ordinal in range(first, (request.length + count - 1) // PAGE_TOKENS + 1):
+                if ordinal not in request.windows:
+                    page = self._windows.take()
+                    while page is None and self._index.give_back_resume():
+                        page = self._windows.take()
+                    if page is None:
+                        raise RuntimeError(f"Expected {self._windows.size} window pages to be enough for all rows")
+                    self._hold_window(request, ordinal, page)
+        return True
+
+    def _take_record(self) -> int:
+        """Where states at the end of a page can go; -1 if there is no place."""
+        if self._records is None:
+            return -1
+        record = self._records.take()
+        if record is None and self._index.give_back_resume():
+            record = self._records.take()
+        return -1 if record is None else record
+
+    def _advance(self, request: Request, length: int, record: int) -> None:
+        """A request's pages hold ``length`` tokens now; ``record``: of the last full page's end, or -1."""
+        request.length = length
+        if self._reuse and request.node is not None and (request.noted + 1) * PAGE_TOKENS <= length:
+            tokens = request.tokens
+            while (request.noted + 1) * PAGE_TOKENS <= length:
+                k = request.noted
+                node = self._index.add(request.node, tokens[k * PAGE_TOKENS : (k + 1) * PAGE_TOKENS], request.pages[k])
+                if node.page != request.pages[k]:  # the same page is known already: read that one
+                    self._pages.release(request.pages[k])
+                    request.pages[k] = self._table[request.row, k] = self._pages.share(node.page)
+                request.node, request.noted = node, k + 1
+                last = (k + 2) * PAGE_TOKENS > length
+                if record >= 0 and last and self._index.resume(node, request.windows[k], record):
+                    record = -1
+        if record >= 0 and self._records is not None:
+            self._records.release(record)
+        if self._windows is not None and self._window_table is not None:
+            first = max(length - (self._window - 1), 0) // PAGE_TOKENS
+            for ordinal in [o for o in request.windows if o < first]:
+                self._windows.release(request.windows.pop(ordinal))
+                self._window_table[request.row, ordinal] = -1
+
+    # ---- what runs
+
+    def _next_chunks(self) -> list[tuple[Request, int]]:
+        """Requests with tokens to read, best first, and how many each reads in this step."""
+        left = self._budget - sum(r is not None and r.active for r in self._running)
+        chosen: list[tuple[Request, int]] = []
+        for request in sorted((r for r in self._running if r is not None and not r.active), key=lambda r: r.rank):
+            if request.row < 0:  # gave its pages to one before it
+                continue
+            count = min(self._chunk, request.known - request.length, max(left, 1 if not chosen else 0))
+            end = request.length + count
+            known = request.known_pages * PAGE_TOKENS
+            whole = known if request.length < known < end else end // PAGE_TOKENS * PAGE_TOKENS
+            if whole > request.length:  # chunks end with pages, where they can be gone on from
+                count = whole - request.length
+            if count < 1:
+                break
+            if not self._make_room(request, count):
+                break
+            left -= count
+            chosen.append((request, count))
+        return [(request, count) for request, count in chosen if request.row >= 0]
+
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
+        for group in _rectangles(chunks):
+            size, width = bucket(len(group)), self._width(max(count for _, count in group))
+            index = np.full(size, len(self._running), np.int32)
+            tokens, counts = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
+            ending, records = np.zeros(size, bool), np.full(len(self._running), -1, np.int32)
+            for i, (request, count) in enumerate(group):
+                end = request.length + count
+                index[i], counts[i], ending[i] = request.row, count, end == request.known
+                tokens[i, :count] = request.tokens[request.length : end]
+                if self._reuse and end % PAGE_TOKENS == 0:
+                    records[request.row] = self._take_record()
+            self._load_tables()
+            with dispatch.following(self._model.params, self._cache):
+                self._cache, self._rows, made = device.prefill_rows(
+                    self._model,
+                    self._cache,
+                    self._rows,
+                    self._params,
+                    index,
+                    tokens,
+                    counts,
+                    ending,
+                    self._end_ids,
+                    self._wants_tops(),
+                    records if self._cache.boundaries else None,
+                )
+            for request, count in group:
+                self._advance(request, request.length + count, int(records[request.row]))
+            if ending.any():
+                columns = [np.asarray(x)[:, None] for x in made]
+                for i, (request, _) in enumerate(group):
+                    if ending[i]:
+                        request.active = True
+                        self._push(request, [column[i] for column in columns], 1)
+
+    def _decode(self, requests: list[Request]) -> None:
+        busy = bool(self._waiting) or any(r is not None and not r.active for r in self._running)
+        steps = min(self._steps, BUSY_STEPS) if busy else self._steps
+        for request in sorted(requests, key=lambda r: r.rank):
+            if request.row >= 0:
+                self._make_room(request, min(steps, self._left(request)))
+        requests = [request for request in requests if request.row >= 0]
+        if not requests:
+            return
+        alive = np.zeros(len(self._running), bool)
+        records = np.full(len(self._running), -1, np.int32)
+        for request in requests:
+            alive[request.row] = True
+            to_end = PAGE_TOKENS - request.length % PAGE_TOKENS
+            if self._reuse and to_end <= min(steps, self._left(request)):
+                records[request.row] = self._take_record()
+        self._load_tables()
+        with dispatch.following(self._model.params, self._cache):
+            self._cache, self._rows, made = compiled_block(
+                self._model,
+                self._cache,
+                self._rows,
+                self._params,
+                self._end_ids,
+                alive,
+                self._wants_tops(),
+                np.int32(steps),
+                records if self._cache.boundaries else None,
+            )
+        columns = [np.asarray(x) for x in made]
+        for request in requests:
+            row, record = request.row, int(records[request.row])
+            self._push(request, [column[row] for column in columns], steps, record)
+
+    def _push(self, request: Request, made: Sequence[np.ndarray], count: int, record: int = -1) -> None:
+        """Gives tokens to a request until it ends, notes what its pages hold, and lets it leave if it has ended."""
+        tokens, logprobs, top_ids, top_logprobs = made
+        try:
+            for i in range(count):
+                if request.ended:
+                    break
+                request.output.push(int(tokens[i]), float(logprobs[i]), top_ids[i], top_logprobs[i])
+                self.stats.made_tokens += 1
+        except Exception as error:  # not numbers, or the caller's callback: this request alone ends
+            request.error = error
+        length = request.known - 1  # the last token is not in the pages
+        if record >= 0 and length // PAGE_TOKENS == request.length // PAGE_TOKENS and self._records is not None:
+            self._records.release(record)  # the page's end was not reached
+            record = -1
+        self._advance(request, length, record)
+        if request.ended:
+            self.stats.failed += request.error is not None
+            self.stats.finished += request.error is None
+            self._leave(request)
+
+    def _width(self, count: int) -> int:
+        """Tokens a row of a pass, of few widths: 16, 64, 256, ... or the chunk."""
+        width = SMALLEST_CHUNK
+        while width < count:
+            width *= 4
+        return min(width, max(self._chunk, SMALLEST_CHUNK))
+
+    @staticmethod
+    def _left(request: Request) -> int:
+        """Tokens that a request may still make."""
+        return (request.params.max_new_tokens or 0) - len(request.output.ids)
+
+    def _wants_tops(self) -> np.ndarray:
+        return np.array(any(r is not None and bool(r.params.logprobs) for r in self._running))
+
+    def _load_tables(self) -> None:
+        self._cache = device.with_tables(self._cache, self._table, self._window_table)
+
+
+def _padded(ids: np.ndarray) -> np.ndarray:
+    """Ids behind which zeros stand, so that few lengths are compiled."""
+    out = np.zeros(bucket(max(len(ids), 1), PAGE_TOKENS), np.int32)
+    out[: len(ids)] = ids
+    return out
+
+
+def _rectangles(chunks: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
+    """Groups of chunks that run as one rectangle each, of which at most half is padding."""
+    groups: list[list[tuple[Request, int]]] = []
+    for chunk in sorted(chunks, key=lambda c: c[1]):
+        group = groups[-1] if groups else []
+        held = sum(count for _, count in group) + chunk[1]
+        if groups and bucket(len(group) + 1) * max(chunk[1], SMALLEST_CHUNK) <= max(2 * held, 8 * SMALLEST_CHUNK):
+            group.append(chunk)
+        else:
+            groups.append([chunk])
+    return groups

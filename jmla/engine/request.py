@@ -1,0 +1,137 @@
+"""What an engine knows of a request, and what its caller holds."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jmla.completion import Completion, Output
+from jmla.engine.prefixes import Node
+from jmla.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from jmla.engine.engine import Engine
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request from its submission to its end.
+
+    Attributes:
+        number: counts submissions.
+        prompt: token ids.
+        params: complete sampling options.
+        output: collects what is made.
+        priority: higher runs first.
+        deadline: on the engine's clock; None for none.
+        salt: prefixes are shared among requests of one salt.
+        row: of the cache, -1 while it waits.
+        length: tokens that its pages hold.
+        pages: of the growing streams, in order.
+        windows: ordinal of a page -> page of the window stream.
+        node: of the last full page that is known to the index; None before the row is placed.
+        noted: full pages that are known to the index.
+        active: whether the last token, which its pages do not hold, is what the next step starts from.
+        known_pages: pages of its tokens that the index knew when it was placed, with a resume point or without.
+        cached: tokens read from earlier requests' pages, when it was first placed.
+        pieces: what iterating over the handle has not given out yet.
+    """
+
+    number: int
+    prompt: np.ndarray
+    params: SamplingParams
+    output: Output
+    priority: int
+    deadline: float | None
+    salt: str
+    row: int = -1
+    length: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    windows: dict[int, int] = dataclasses.field(default_factory=dict)
+    node: Node | None = None
+    noted: int = 0
+    active: bool = False
+    known_pages: int = 0
+    cached: int | None = None
+    preempted: int = 0
+    error: BaseException | None = None
+    pieces: list[str | int] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and what was made."""
+        return np.concatenate([self.prompt, np.asarray(self.output.ids, np.int32)])
+
+    @property
+    def known(self) -> int:
+        """Number of ``tokens``."""
+        return len(self.prompt) + len(self.output.ids)
+
+    @property
+    def ended(self) -> bool:
+        return self.output.reason is not None or self.error is not None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order among requests: priority, then age."""
+        return -self.priority, self.number
+
+
+class Handle:
+    """A request that was submitted: iterate over its pieces as they are made, or wait for its result."""
+
+    def __init__(self, engine: "Engine", request: Request):
+        self._engine, self._request = engine, request
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "waiting" if self._request.row < 0 else "running"
+        return f"Handle(request {self._request.number}, {state}, {len(self._request.output.ids)} tokens)"
+
+    @property
+    def done(self) -> bool:
+        return self._request.ended
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens made so far."""
+        return tuple(self._request.output.ids)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were read from earlier requests' pages; None before the request has started."""
+        return self._request.cached
+
+    @property
+    def preemptions(self) -> int:
+        """How often the request gave its pages back and was computed again."""
+        return self._request.preempted
+
+    def cancel(self) -> None:
+        """Ends the request where it stands; its pages are back when this returns."""
+        self._engine.cancel(self)
+
+    def result(self) -> Completion:
+        """Steps the engine until the request has ended.
+
+        Raises:
+            FloatingPointError: the model made NaN logits.
+        """
+        while not self.done:
+            self._engine.step()
+        if self._request.error is not None:
+            raise self._request.error
+        return self._request.output.completion()
+
+    def __iter__(self) -> Iterator[str | int]:
+        """Pieces of text (token ids without a tokenizer) as they become certain; steps the engine meanwhile."""
+        request = self._request
+        while True:
+            done = self.done  # before looking: another thread may step meanwhile
+            while request.pieces:
+                yield request.pieces.pop(0)
+            if done:
+                break
+            self._engine.step()
+        if request.error is not None:
+            raise request.error
