@@ -19,6 +19,12 @@ def is_host(x: Any) -> bool:
     return not isinstance(x, jax.Array | jax.core.Tracer)
 
 
+def on_device(array: Any, dtype: Any) -> Array:
+    """An array for a step. Of what is on the host it is a copy of NumPy's: the CPU backend may read an array where it
+    lies, and later than it was given, when the caller has changed it."""
+    return jnp.asarray(np.array(array, dtype)) if is_host(array) else array.astype(dtype)
+
+
 def as_array(name: str, values: Any) -> Any:
     """A NumPy array of what is on the host; arrays on the device as they are.
 
@@ -82,7 +88,7 @@ def check_ids(spec: ModelSpec, tokens: Any, shape: str, counts: Any = None) -> A
     bad = (tokens < low) | (tokens > high)
     if bad.any():
         raise ValueError(f"Expected token ids in {low}..{high}, got {int(tokens[bad][0])}")
-    return jnp.asarray(tokens.astype(np.int32))
+    return on_device(tokens, np.int32)
 
 
 def check_counts(name: str, counts: Any, batch: int, length: int) -> Array:
@@ -97,7 +103,7 @@ def check_counts(name: str, counts: Any, batch: int, length: int) -> Array:
         raise ValueError(f"Expected {name} in 0..{length}, the width of tokens; got {shown(counts.tolist())}")
     if counts.shape != (batch,):
         raise ValueError(f"Expected {name} to have shape ({batch},), one per row of tokens; got {counts.shape}")
-    return jnp.asarray(counts).astype(jnp.int32)
+    return on_device(counts, np.int32)
 
 
 def check_active(active: Any, batch: int) -> Array:
@@ -114,7 +120,7 @@ def check_active(active: Any, batch: int) -> Array:
         raise TypeError(f"Expected active to be bool, got dtype {active.dtype}")
     if active.shape != (batch,):
         raise ValueError(f"Expected active to have shape ({batch},), got {active.shape}")
-    return jnp.asarray(active).astype(jnp.int32)
+    return on_device(active, np.int32)
 
 
 def check_hidden(hidden: Any, shape: tuple[int, ...]) -> Array:
@@ -129,7 +135,7 @@ def check_hidden(hidden: Any, shape: tuple[int, ...]) -> Array:
         raise TypeError(f"Expected hidden to be floating point, got dtype {hidden.dtype}")
     if hidden.shape != shape:
         raise ValueError(f"Expected hidden to have shape {shape}, got {hidden.shape}")
-    return jnp.asarray(hidden)
+    return on_device(hidden, hidden.dtype)
 
 
 def check_cache(model: Model, cache: PagedCache, batch: int) -> None:

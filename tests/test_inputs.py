@@ -95,3 +95,21 @@ def test_hidden_is_floating_point():
         check_hidden([[1, 2]], (1, 2))
     with pytest.raises(ValueError, match=r"hidden to have shape \(1, 3\), got \(1, 2\)"):
         check_hidden([[1.0, 2.0]], (1, 3))
+
+
+def test_steps_read_host_arrays_as_they_were_given():
+    """The caller may change an array while the step still runs."""
+    model = tiny_model("v32")
+
+    def run():
+        tokens, lengths, active = np.full((1, 40), 5, np.int32), np.array([40], np.int32), np.ones(1, bool)
+        logits, cache = jmla.prefill(model, tokens, lengths, jmla.init_cache(model, 1, 256))
+        tokens[:], lengths[:] = 0, 0
+        after, _ = jmla.decode(model, np.array([7]), cache, active=active)
+        active[:] = False
+        return np.stack([logits, after])
+
+    wanted = run()
+    assert wanted[1].any()
+    for _ in range(20):
+        np.testing.assert_array_equal(run(), wanted)

@@ -11,6 +11,7 @@ from jmla import models
 from jmla.decoding import Made, Rows, choose
 from jmla.models import Model, PagedCache
 from jmla.models.cache import place_row, put_rows, record_boundaries, take_rows
+from jmla.models.inputs import on_device
 from jmla.sampling import History, RowParams
 
 
@@ -111,8 +112,7 @@ def prefill_rows(
 def with_tables(cache: PagedCache, table: np.ndarray, window_table: np.ndarray | None) -> PagedCache:
     """The cache with the host's tables as they are now.
 
-    The copies are NumPy's, since the CPU backend may read an array where it lies, and later than it was given: the host
-    changes its tables while the device still works.
+    Copies, for the host changes its tables while the device still works.
     """
-    windows = None if window_table is None else jnp.asarray(window_table.copy())
-    return cache.replace(table=jnp.asarray(table.copy()), window_table=windows)
+    windows = None if window_table is None else on_device(window_table, np.int32)
+    return cache.replace(table=on_device(table, np.int32), window_table=windows)
