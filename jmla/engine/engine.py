@@ -39,7 +39,7 @@ class Stats:
         submitted: requests.
         finished: requests that came to their own end.
         cancelled: requests that were cancelled or ran out of time.
-        failed: requests whose logits were not numbers.
+        failed: requests whose logits were not numbers, or whose callback failed.
         preempted: times that a request gave its pages back to be computed again.
         steps: calls of ``step`` that computed something.
         prompt_tokens: of the requests that have started.
@@ -417,13 +417,21 @@ class Engine:
     def _end(self, request: Request, reason: Reason) -> None:
         if request.ended:
             return
-        self.stats.cancelled += 1
         try:
             request.output.end(reason)
-        except Exception as error:  # of the caller's callback
+        except BaseException as error:  # of the caller's callback
             request.error = error
+            if not isinstance(error, Exception):
+                raise
         finally:
+            self._count(request, reason)
             self._leave(request)
+
+    def _count(self, request: Request, reason: Reason | None = None) -> None:
+        """Counts a request that has ended; ``reason``: why it was ended from outside, if what was held back did not."""
+        self.stats.failed += request.error is not None
+        self.stats.cancelled += request.error is None and request.output.reason == reason
+        self.stats.finished += request.error is None and request.output.reason != reason
 
     def _leave(self, request: Request) -> None:
         """Takes an ended request out."""
@@ -433,6 +441,10 @@ class Engine:
             self._release(request)
 
     def _release(self, request: Request) -> None:
+        node = request.node
+        while node is not None and node.parent is not None:  # in use until now, the last pages least
+            self._index.touch(node)
+            node = node.parent
         for page in request.pages:
             self._pages.release(page)
         if self._windows is not None:
@@ -630,8 +642,7 @@ class Engine:
             record = -1
         self._advance(request, length, record)
         if request.ended:
-            self.stats.failed += request.error is not None
-            self.stats.finished += request.error is None
+            self._count(request)
             self._leave(request)
 
     def _width(self, count: int) -> int:
