@@ -1,6 +1,5 @@
 """The decode loop on the device: rows that go on until an end token or their limit, sampled in the same program."""
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,4 +105,4 @@ def decode_block(
     return cache, rows, out
 
 
-compiled_block = functools.partial(jax.jit, donate_argnames=("cache", "rows"))(decode_block)
+compiled_block = jax.jit(decode_block, donate_argnames=("cache", "rows"))

@@ -24,6 +24,7 @@ from jmla.requests import (
     complete_params,
     default_params,
     encode,
+    end_token_array,
     end_token_ids,
     split_prompts,
     split_sampling,
@@ -136,8 +137,7 @@ def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: t
     for row, prompt in enumerate(prompts):
         seen[row, prompt] = True
     params = RowParams.pack([output.params for output in outputs] + [DEFAULTS] * spare)
-    end_ids = np.full(bucket(len(ends) or 1, 8), -1, np.int32)
-    end_ids[: len(ends)] = ends
+    end_ids = end_token_array(ends)
     tops = np.array(any(output.params.logprobs for output in outputs))
     rows = Rows(
         token=jnp.zeros(batch, jnp.int32),

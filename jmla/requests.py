@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmla.batching import bucket
 from jmla.models import Model
 from jmla.models.config.common import shown
 from jmla.sampling import DEFAULT_MAX_NEW_TOKENS, DEFAULTS, SamplingParams
@@ -58,6 +59,13 @@ def end_token_ids(model: Model) -> tuple[int, ...]:
     if model.text is not None and model.text.end_token_ids is not None:
         return model.text.end_token_ids
     return tuple(model.spec.config.eos_token_id)
+
+
+def end_token_array(ends: Sequence[int]) -> np.ndarray:
+    """The ids that end a completion, behind which -1 stands, so that few lengths are compiled."""
+    ids = np.full(bucket(len(ends) or 1, 8), -1, np.int32)
+    ids[: len(ends)] = ends
+    return ids
 
 
 def split_sampling(given: Any, count: int) -> list[SamplingParams | None]:

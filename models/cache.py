@@ -93,7 +93,7 @@ def bytes_per_row(spec: ModelSpec) -> dict[str, int]:
     out: dict[str, int] = {}
     if isinstance(spec.config, V4Config):
         layout = cache_layouts(spec)["window"]
-        out["window"] = layer_counts(spec.config, spec.drafting)["window"] * _window_pages(spec) * layout.page_stride
+        out["window"] = layer_counts(spec.config, spec.drafting)["window"] * window_pages(spec) * layout.page_stride
         for name, shape in _state_shapes(spec, 1).items():
             out[f"{name} state"] = int(np.prod(shape)) * 4
     return out
@@ -106,7 +106,7 @@ def _kernel_pages(spec: ModelSpec, stream: str) -> int:
     return PAGE_TOKENS // LATENT_PAGE
 
 
-def _window_pages(spec: ModelSpec) -> int:
+def window_pages(spec: ModelSpec) -> int:
     """Pages that hold the window before a chunk, and the chunk: the row's window table runs round them."""
     window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
     return -(-(window - 1 + spec.prefill_chunk) // PAGE_TOKENS) + 1
@@ -153,18 +153,18 @@ def init_cache(
     if dtype is not None:
         spec = dataclasses.replace(spec, kv_layout=check_dtype(dtype))
     row_pages = -(-max_seq_len // PAGE_TOKENS)
-    window_pages = row_pages if whole_window else min(row_pages, _window_pages(spec))
+    live = row_pages if whole_window else min(row_pages, window_pages(spec))
     first = np.arange(batch, dtype=np.int32)[:, None]
-    window_table = first * window_pages + np.arange(row_pages, dtype=np.int32) % window_pages
+    window_table = first * live + np.arange(row_pages, dtype=np.int32) % live
     return _cache(
         spec,
         max_seq_len,
         table=first * row_pages + np.arange(row_pages, dtype=np.int32),
         window_table=window_table if spec.is_v4 else None,
         pages=batch * row_pages,
-        window_pages=batch * window_pages,
+        window_pages=batch * live,
         records=0,
-        chunk=max_seq_len if window_pages == row_pages else _longest_chunk(spec, window_pages),
+        chunk=max_seq_len if live == row_pages else _longest_chunk(spec, live),
     )
 
 

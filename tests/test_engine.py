@@ -43,7 +43,8 @@ def check_all_back(engine):
     engine.forget_prefixes()
     for pool in (engine._pages, engine._windows, engine._records):
         assert pool is None or (pool.free == pool.size and not pool.owners.any())
-    assert (engine._table == -1).all() or not engine.busy
+    assert (engine._table == -1).all()
+    assert engine._window_table is None or (engine._window_table == -1).all()
 
 
 SHAPES = {"max_requests": 2, "pages": 8, "max_seq_len": 512, "prefill_chunk": 256}  # one set, compiled once

@@ -85,23 +85,21 @@ def times(case: Case, implementations: tuple[str, ...] | None) -> dict[str, Any]
     return found
 
 
-def _start(turns: str) -> None:
-    timing.take_turns(turns)
-
-
 def _numbered(number: int, only: str | None, implementations: tuple[str, ...] | None) -> dict[str, Any]:
     return times(all_cases(only)[number], implementations)
 
 
-def _rows(count: int, only: str | None, implementations: tuple[str, ...] | None, jobs: int) -> Iterator[dict[str, Any]]:
+def _rows(only: str | None, implementations: tuple[str, ...] | None, jobs: int) -> Iterator[dict[str, Any]]:
     """The rows of all cases in order; with ``jobs`` processes, of which one at a time uses the device for timing."""
+    cases = all_cases(only)
     if jobs == 1:
-        yield from (times(case, implementations) for case in all_cases(only))
+        yield from (times(case, implementations) for case in cases)
         return
+    count = len(cases)
     with (
         tempfile.NamedTemporaryFile() as turns,
         concurrent.futures.ProcessPoolExecutor(
-            jobs, multiprocessing.get_context("spawn"), initializer=_start, initargs=(turns.name,)
+            jobs, multiprocessing.get_context("spawn"), initializer=timing.take_turns, initargs=(turns.name,)
         ) as pool,
     ):
         yield from pool.map(_numbered, range(count), *([x] * count for x in (only, implementations)))
@@ -123,7 +121,7 @@ def run(only: str | None, json_path: str | None, implementations: tuple[str, ...
     ceiling = next((c for kind, c in CEILINGS.items() if kind in about["device"]), None)
     rows = []
     print(HEAD)
-    for found in _rows(len(all_cases(only)), only, implementations, jobs):
+    for found in _rows(only, implementations, jobs):
         rows.append(found)
         print(line(found, ceiling), flush=True)
         if json_path:  # after every case, so that an interrupted run keeps what it has

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmla.bench.trace import Event, traced
+from jmla.bench.trace import traced
 from jmla.kernels import launch
 
 # Kernels launched by custom calls become part of CUDA graphs, as in serving; must be in XLA_FLAGS before JAX starts.
@@ -93,11 +93,7 @@ def time_call(
     lowered = jax.jit(chained(fn, calls, kernels=kernels)).lower(list(sets), shared)
     with contextlib.nullcontext() if kernels else device(alone=False):  # XLA tries products out while it compiles
         program = lowered.compile()
-    with device(alone=True):
-        for _ in range(2):
-            jax.block_until_ready(program(list(sets), shared))
-        seen = [traced(lambda: program(list(sets), shared)) for _ in range(repeats)]
-    return statistics.median(map(_span, seen)) / calls
+    return _span(lambda: program(list(sets), shared), repeats) / calls
 
 
 def time_update(
@@ -122,15 +118,17 @@ def time_update(
         state = program(list(sets), state)
         return state
 
+    return _span(again, repeats) / calls, state
+
+
+def _span(run: Callable[[], Any], repeats: int) -> float:
+    """Microseconds from the first to the last moment that the device works on ``run()``: the median of warm runs."""
     with device(alone=True):
         for _ in range(2):
-            jax.block_until_ready(again())
-        seen = [traced(again) for _ in range(repeats)]
-    return statistics.median(map(_span, seen)) / calls, state
-
-
-def _span(seen: Sequence[Event]) -> float:
-    """Microseconds from the first to the last moment that the device works."""
-    if not seen:
+            jax.block_until_ready(run())
+        runs = [traced(run) for _ in range(repeats)]
+    if not all(runs):
         raise RuntimeError("Expected the profiler to have seen kernels on a GPU, got none")
-    return (max(e.start_ns + e.duration_ns for e in seen) - min(e.start_ns for e in seen)) / 1e3
+    return statistics.median(
+        (max(e.start_ns + e.duration_ns for e in seen) - min(e.start_ns for e in seen)) / 1e3 for seen in runs
+    )

@@ -43,12 +43,9 @@ def place(
         made_length: see ``made``.
     """
     vocab = rows.history.counts.shape[1]
-
-    def valid(ids: jax.Array, count: jax.Array) -> jax.Array:
-        return jnp.where(jnp.arange(len(ids)) < count, ids, vocab)  # past the end: dropped
-
-    seen = jnp.zeros(vocab, bool).at[valid(prompt, prompt_length)].set(True, mode="drop")
-    counts = jnp.zeros(vocab, jnp.int32).at[valid(made, made_length)].add(1, mode="drop")
+    seen = History.start(prompt[None], prompt_length[None], vocab).prompt[0]
+    ids = jnp.where(jnp.arange(len(made)) < made_length, made, vocab)  # past the end: dropped
+    counts = jnp.zeros(vocab, jnp.int32).at[ids].add(1, mode="drop")
     history = History(rows.history.prompt.at[row].set(seen), rows.history.counts.at[row].set(counts))
     rows = replace(
         rows,

@@ -18,12 +18,12 @@ from jmla.engine.prefixes import Node, PrefixIndex
 from jmla.engine.request import Handle, Request
 from jmla.kernels import dispatch
 from jmla.models import Model
-from jmla.models.cache import open_cache
+from jmla.models.cache import open_cache, window_pages
 from jmla.models.config import V4Config
 from jmla.models.config.common import shown
 from jmla.models.options import check_flag
 from jmla.models.spec import PAGE_TOKENS, check_model
-from jmla.requests import complete_params, encode, end_token_ids, split_prompts
+from jmla.requests import complete_params, encode, end_token_array, end_token_ids, split_prompts
 from jmla.sampling import DEFAULTS, RowParams, SamplingParams
 from jmla.values import check_integer, check_number, check_text
 
@@ -109,7 +109,7 @@ class Engine:
         chunk = min(spec.prefill_chunk, length)
         if prefill_chunk is not None:
             chunk = check_integer("prefill_chunk", prefill_chunk, 1, spec.prefill_chunk)
-        each = -(-min(length, ROOM) // PAGE_TOKENS)
+        each = self._pages_of(min(length, ROOM))
         count = rows * each if pages is None else check_integer("pages", pages, 1)
         length = min(length, count * PAGE_TOKENS)
         self._budget = chunk + rows if token_budget is None else check_integer("token_budget", token_budget, 1)
@@ -119,16 +119,12 @@ class Engine:
         self._chunk, self._clock = chunk, clock
         self._reuse = check_flag("prefix_reuse", prefix_reuse)
         self._window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
-        served = dataclasses.replace(spec, max_seq_len=length, prefill_chunk=max(chunk, SMALLEST_CHUNK))
+        served = dataclasses.replace(spec, max_seq_len=length, prefill_chunk=max(chunk, SMALLEST_CHUNK, BLOCK))
         self._model = dataclasses.replace(model, spec=served)
         points = min(count, 64) if resume_points is None else check_integer("resume_points", resume_points, 0)
         self._reuse = self._reuse and self._window - 1 <= PAGE_TOKENS  # a resume point holds one window page
-        windows = 0
-        if self._window:
-            points = points if self._reuse else 0
-            windows = rows * (-(-(self._window - 1 + max(chunk, BLOCK)) // PAGE_TOKENS) + 1) + points
-        else:
-            points = 0
+        points = points if self._window and self._reuse else 0
+        windows = rows * window_pages(served) + points if self._window else 0
         self._sizes = {"pages": count, "window_pages": windows, "records": points}
         self._cache = open_cache(self._model, rows, length, **self._sizes)
         self._pages = PagePool(count)
@@ -143,8 +139,7 @@ class Engine:
         self._waiting: list[Request] = []
         self._params = RowParams.pack([DEFAULTS] * rows)
         self._ends = end_token_ids(model)
-        self._end_ids = np.full(bucket(len(self._ends) or 1, 8), -1, np.int32)
-        self._end_ids[: len(self._ends)] = self._ends
+        self._end_ids = end_token_array(self._ends)
         self._tokenizer = model.text.tokenizer if model.text is not None else None
         self._lock = threading.RLock()
         self._stepping = False
@@ -339,11 +334,11 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting:
             request = min(self._waiting, key=lambda r: r.rank)
-            path = self._index.match(request.tokens, request.salt) if self._reuse else []
+            path, known = self._index.match(request.tokens, request.salt) if self._reuse else ([], 0)
             running = [r for r in self._running if r is not None]
             lower = [r for r in running if r.priority < request.priority]
             if self._fits(request, path, running):
-                self._place(request, path)
+                self._place(request, path, known)
             elif lower and self._fits(request, path, [r for r in running if r not in lower], lower):
                 self._preempt(max(lower, key=lambda r: r.rank))
             else:
@@ -364,8 +359,8 @@ class Engine:
         need = self._pages_of(request.known + 1) - len(path)
         return need + promised + len(beside) <= room
 
-    def _place(self, request: Request, path: list[Node]) -> None:
-        """Gives a request a row and the pages of its known prefix."""
+    def _place(self, request: Request, path: list[Node], known: int) -> None:
+        """Gives a request a row and the pages of its prefix; ``known`` more or as many have nodes."""
         for node in path:
             self._pages.share(node.page)
             self._index.touch(node)
@@ -376,16 +371,12 @@ class Engine:
         request.pages = [node.page for node in path]
         request.noted, request.length = len(path), len(path) * PAGE_TOKENS
         request.node = path[-1] if path else self._index.root(request.salt)
-        # Pages that are known without a resume point end a chunk, and get one.
-        request.known_pages = self._index.known(request.tokens, request.salt) if self._reuse and self._window else 0
-        self._table[row] = -1
+        request.known_pages = known  # those without a resume point end a chunk, and get one
         self._table[row, : len(path)] = request.pages
         record = -1
-        if self._windows is not None and self._window_table is not None:
-            request.windows, self._window_table[row] = {}, -1
-            if path:
-                record = path[-1].record
-                self._hold_window(request, len(path) - 1, self._windows.share(path[-1].window))
+        if self._windows is not None and path:
+            record = path[-1].record
+            self._hold_window(request, len(path) - 1, self._windows.share(path[-1].window))
         if request.cached is None:
             request.cached = request.length
             self.stats.prompt_tokens += len(request.prompt)
@@ -451,6 +442,9 @@ class Engine:
             for page in request.windows.values():
                 self._windows.release(page)
         self._running[request.row] = None
+        self._table[request.row] = -1
+        if self._window_table is not None:
+            self._window_table[request.row] = -1
         request.row, request.length, request.noted, request.active = -1, 0, 0, False
         request.pages, request.windows, request.node = [], {}, None
 
@@ -460,11 +454,17 @@ class Engine:
     def _pages_of(tokens: int) -> int:
         return -(-tokens // PAGE_TOKENS)
 
-    def _take_page(self) -> int | None:
-        page = self._pages.take()
-        while page is None and self._index.give_back_page():
-            page = self._pages.take()
+    @staticmethod
+    def _take(pool: PagePool, give_back: Callable[[], bool]) -> int | None:
+        """A page, at worst one that ``give_back`` frees; None if there is none."""
+        page = pool.take()
+        while page is None and give_back():
+            page = pool.take()
         return page
+
+    def _first_window(self, length: int) -> int:
+        """Ordinal of the first window page that tokens from ``length`` on see."""
+        return max(length - (self._window - 1), 0) // PAGE_TOKENS
 
     def _hold_window(self, request: Request, ordinal: int, page: int) -> None:
         request.windows[ordinal] = page
@@ -474,7 +474,7 @@ class Engine:
     def _make_room(self, request: Request, count: int) -> bool:
         """Pages for ``count`` more tokens, at worst from requests that rank behind; False if this one had to go."""
         while len(request.pages) < self._pages_of(request.length + count):
-            page = self._take_page()
+            page = self._take(self._pages, self._index.give_back_page)
             if page is None:
                 others = [r for r in self._running if r is not None and r is not request]
                 worst = max([request, *others], key=lambda r: r.rank)
@@ -489,12 +489,9 @@ class Engine:
             self._table[request.row, len(request.pages)] = page
             request.pages.append(page)
         if self._windows is not None:
-            first = max(request.length - (self._window - 1), 0) // PAGE_TOKENS
-            for ordinal in range(first, (request.length + count - 1) // PAGE_TOKENS + 1):
+            for ordinal in range(self._first_window(request.length), (request.length + count - 1) // PAGE_TOKENS + 1):
                 if ordinal not in request.windows:
-                    page = self._windows.take()
-                    while page is None and self._index.give_back_resume():
-                        page = self._windows.take()
+                    page = self._take(self._windows, self._index.give_back_resume)
                     if page is None:
                         raise RuntimeError(f"Expected {self._windows.size} window pages to be enough for all rows")
                     self._hold_window(request, ordinal, page)
@@ -504,9 +501,7 @@ class Engine:
         """Where states at the end of a page can go; -1 if there is no place."""
         if self._records is None:
             return -1
-        record = self._records.take()
-        if record is None and self._index.give_back_resume():
-            record = self._records.take()
+        record = self._take(self._records, self._index.give_back_resume)
         return -1 if record is None else record
 
     def _advance(self, request: Request, length: int, record: int) -> None:
@@ -527,8 +522,7 @@ class Engine:
         if record >= 0 and self._records is not None:
             self._records.release(record)
         if self._windows is not None and self._window_table is not None:
-            first = max(length - (self._window - 1), 0) // PAGE_TOKENS
-            for ordinal in [o for o in request.windows if o < first]:
+            for ordinal in [o for o in request.windows if o < self._first_window(length)]:
                 self._windows.release(request.windows.pop(ordinal))
                 self._window_table[request.row, ordinal] = -1
 

@@ -12,7 +12,7 @@ stay.
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -69,18 +69,11 @@ class PrefixIndex:
         """Pages held here and by nobody else: all of them can be given back, one after the other."""
         return int(np.count_nonzero(self._held & (self.pages.owners == 1)))
 
-    def match(self, tokens: np.ndarray, salt: str) -> list[Node]:
-        """The nodes of the longest prefix behind which a request can go on; at least one token is left over."""
-        path = self._path(tokens, salt)
-        while path and self.windows is not None and path[-1].record < 0:
-            path.pop()
-        return path
+    def match(self, tokens: np.ndarray, salt: str) -> tuple[list[Node], int]:
+        """The nodes of the longest prefix behind which a request can go on, and how many pages of it have nodes at all.
 
-    def known(self, tokens: np.ndarray, salt: str) -> int:
-        """Pages of ``tokens`` that have nodes, behind which a request could go on or not."""
-        return len(self._path(tokens, salt))
-
-    def _path(self, tokens: np.ndarray, salt: str) -> list[Node]:
+        At least one token is left over.
+        """
         path = []
         node = self._roots.get(salt)
         for start in range(0, len(tokens) - self.page_tokens, self.page_tokens):
@@ -89,7 +82,10 @@ class PrefixIndex:
             node = node.children.get(self._bytes(tokens[start : start + self.page_tokens]))
             if node is not None:
                 path.append(node)
-        return path
+        known = len(path)
+        while path and self.windows is not None and path[-1].record < 0:
+            path.pop()
+        return path, known
 
     def root(self, salt: str) -> Node:
         """Where the first pages of prompts with this salt hang; known here as soon as one does."""
@@ -139,38 +135,34 @@ class PrefixIndex:
 
     def give_back_page(self) -> bool:
         """Forgets the page that was unused longest, of those that nobody reads and nothing hangs on."""
-        kept = []
-        found = False
-        while self._leaves and not found:
-            entry = heapq.heappop(self._leaves)
-            used, _, node = entry
-            if used != node.used or node.page < 0:
-                continue
-            if node.children or self.pages.owners[node.page] > 1:
-                kept.append(entry)
-                continue
+        node = self._oldest(self._leaves, lambda n: bool(n.children) or self.pages.owners[n.page] > 1)
+        if node is not None:
             self._drop(node)
-            found = True
-        for entry in kept:
-            heapq.heappush(self._leaves, entry)
-        return found
+        return node is not None
 
     def give_back_resume(self) -> bool:
         """Forgets the resume point that was unused longest; its page stays."""
-        kept = []
-        found = False
-        while self._resumes and not found:
-            entry = heapq.heappop(self._resumes)
-            used, _, node = entry
-            if used != node.used or node.record < 0:
-                continue
-            if self.windows is not None and self.windows.owners[node.window] > 1:
-                kept.append(entry)
-                continue
+        windows = self.windows
+        node = self._oldest(self._resumes, lambda n: windows is not None and windows.owners[n.window] > 1)
+        if node is not None:
             self._forget_resume(node)
-            found = True
+        return node is not None
+
+    def _oldest(self, heap: list[tuple[int, int, Node]], busy: Callable[[Node], bool]) -> Node | None:
+        """Takes the node unused longest that is not ``busy`` from a heap, and what is out of date before it."""
+        kept = []
+        found = None
+        while heap and found is None:
+            entry = heapq.heappop(heap)
+            used, _, node = entry
+            if used != node.used or (node.page if heap is self._leaves else node.record) < 0:
+                continue
+            if busy(node):
+                kept.append(entry)
+            else:
+                found = node
         for entry in kept:
-            heapq.heappush(self._resumes, entry)
+            heapq.heappush(heap, entry)
         return found
 
     def clear(self) -> None:
