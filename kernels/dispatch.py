@@ -16,7 +16,7 @@ import jax
 
 logger = logging.getLogger("jmla.kernels")
 
-NAMES = ("xla", "pallas", "triton", "cute")
+NAMES = ("xla", "pallas", "portable", "triton", "cute")
 MOST_CHOICES = 256  # that are kept for the report
 
 

@@ -88,26 +88,28 @@ def register_module(
     unavailable: Callable[[dispatch.Target], str | None],
     refuses: Callable[[Mapping[str, Any]], str | None] | None,
     *,
+    function: str | None = None,
     named_only: bool = False,
 ) -> None:
     """Registers a CUDA implementation whose module is imported at its first call.
 
     Args:
-        op: the operation, and the name of its function in the module.
+        op: the operation.
         name: of the implementation.
         module: full name of the module.
         unavailable: gives the reason why no kernel of this kind can serve a target, or None.
         refuses: gives the reason why this one cannot serve the shapes that the operation states, or None.
+        function: the name of its function in the module, that of the operation where none is given.
         named_only: see ``dispatch.register``.
     """
 
     def why_not(target: dispatch.Target, shapes: Mapping[str, Any]) -> str | None:
         return unavailable(target) or (refuses(shapes) if refuses else None)
 
-    def function(*arrays: Any, **static: Any) -> Any:
-        return getattr(importlib.import_module(module), op)(*arrays, **static)
+    def call(*arrays: Any, **static: Any) -> Any:
+        return getattr(importlib.import_module(module), function or op)(*arrays, **static)
 
-    dispatch.register(op, name, function, platform="cuda", why_not=why_not, named_only=named_only)
+    dispatch.register(op, name, call, platform="cuda", why_not=why_not, named_only=named_only)
 
 
 @functools.cache

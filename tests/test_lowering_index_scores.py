@@ -14,7 +14,7 @@ pytestmark = pytest.mark.lowering
 V32, GLM = INDEX["v3.2"], INDEX["glm-5"]
 BF16 = plain(128, "bfloat16", 64)
 PAGES = 300_000  # of the pool: more than 2 GiB
-SPILLS = {90: 0, 100: 220, 120: 432}  # bytes of a thread, the most that Triton 3.6 or 3.9 gave
+SPILLS = {90: 0, 100: 220, 120: 452}  # bytes of a thread, the most that Triton 3.6 or 3.9 gave
 CASES = {
     # layout, heads, requests, rows a request, pages of a request (0: by bounds)
     "decode short": (V32.layout, V32.heads, 1, 1, 128),

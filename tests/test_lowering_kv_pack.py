@@ -69,10 +69,11 @@ def test_the_pool_is_an_operand_that_the_kernel_writes_into(layout: KVLayout) ->
     assert "operand_index = 2" in calls[0]
 
 
-def test_the_number_of_rows_is_not_compiled_in() -> None:
+@pytest.mark.parametrize("counts", [(64, 2048), (4096, 65_536)], ids=["few", "many"])
+def test_the_number_of_rows_is_not_compiled_in(counts: tuple[int, int]) -> None:
     layout = layouts.footer584(64)
     programs = []
-    for rows in (64, 4096):
+    for rows in counts:
         with lowering._recorded() as results, kernels.target(compute_capability=90):
             jax.jit(lambda *xs: kernels.kv_pack(*xs, layout=layout)).trace(
                 Shape((rows, 512), jnp.bfloat16),

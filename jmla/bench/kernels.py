@@ -131,8 +131,8 @@ def run(only: str | None, json_path: str | None, implementations: tuple[str, ...
 
 
 HEAD = (
-    "| operation | case | us | TFLOPS | GB/s | of the ceiling | against the peer | XLA us | against XLA |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| operation | case | us | TFLOPS | GB/s | of the ceiling | against the peer | XLA us | against XLA | others |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -154,4 +154,5 @@ def line(row: dict[str, Any], ceiling: dict[str, float] | None) -> str:
     cells.append(f"{us / row['peer_us']:.2f} x {row['peer']} ({row['peer_us']})" if us and row["peer_us"] else "-")
     cells.append(f"{xla:.1f}" if xla else "-")
     cells.append(f"{us / xla:.3f}" if us and xla else "-")
+    cells.append(", ".join(f"{name} {own[name]:.1f}" for name in own if name != best) or "-")
     return "| " + " | ".join(cells) + " |"

@@ -28,16 +28,22 @@ ROWS = {
 COMPARED = ("v4 csa footer584(64)", "glm inline656 float32 scales", "v3.2 index132 Hadamard")  # XLA's time too
 
 
-def _work(layout: KVLayout, normed: int, turned: int, count: int) -> Work:
+def _work(layout: KVLayout, normed: int, turned: int, count: int, scattered: bool) -> Work:
     sets = 2 if count == PREFILL else 8
+    pages = SLOTS // layout.page_size
 
     @jax.jit
     def inputs(key: jax.Array) -> tuple[jax.Array, ...]:
         rows, angles, weight, place = jax.random.split(key, 4)
+        if scattered:
+            slots = jax.random.permutation(place, SLOTS)
+        else:
+            first = layout.page_size * jax.random.permutation(place, pages)
+            slots = (first[:, None] + jnp.arange(layout.page_size)).ravel()
         angle = jax.random.uniform(angles, (count, turned // 2), maxval=6.0)
         return (
             jax.random.normal(rows, (count, layout.width), jnp.bfloat16),
-            jax.random.permutation(place, SLOTS)[:count].astype(jnp.int32),
+            slots[:count].astype(jnp.int32),
             jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1),
             1 + 0.1 * jax.random.normal(weight, (normed,), jnp.float32),
         )
@@ -56,21 +62,25 @@ def _work(layout: KVLayout, normed: int, turned: int, count: int) -> Work:
 
         return pack
 
-    pages = SLOTS // layout.page_size
     return Work(run, [inputs(key) for key in jax.random.split(jax.random.key(0), sets)], state=layout.zeros(pages))
 
 
 def cases() -> list[Case]:
-    """Bytes are those of the bf16 rows read and of the packed rows written."""
+    """Bytes are those of the bf16 rows read and of the packed rows written.
+
+    A prefill fills pages from end to end, a decode step writes one row of each. One prefill is timed with its rows
+    scattered over all slots too.
+    """
+    shapes = [(name, count, count == DECODE) for count in (PREFILL, DECODE) for name in ROWS]
+    shapes.append((COMPARED[0], PREFILL, True))
     return [
         Case(
             "kv_pack",
-            f"{name}, {count} rows",
-            functools.partial(_work, *row, count),
-            bytes=count * (2 * row[0].width + row[0].bytes_per_token),
+            f"{name}, {count} rows" + (" scattered" if scattered and count == PREFILL else ""),
+            functools.partial(_work, *ROWS[name], count, scattered),
+            bytes=count * (2 * ROWS[name][0].width + ROWS[name][0].bytes_per_token),
             implementations=("triton", "pallas", "xla") if name in COMPARED else ("triton", "pallas"),
             calls=20 if count == PREFILL else 60,
         )
-        for count in (PREFILL, DECODE)
-        for name, row in ROWS.items()
+        for name, count, scattered in shapes
     ]

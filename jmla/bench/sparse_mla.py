@@ -28,7 +28,8 @@ DECODE = {
 }
 # 4096 rows over 32768 keys, which FlashMLA reads in bf16 and these kernels straight from the FP8 pool.
 PREFILL = {"v3.2": 4070, "v4-flash-csa": 716, "v4-pro-csa": 2294}
-TIMED_BY_XLA = (1, 64)  # batches at which XLA is timed too
+WITHOUT_PEER = {"glm-5": (1, 8, 64)}  # decode batches of models whose rows no peer was measured on
+TIMED_BY_ALL = (1, 64)  # batches at which the portable kernel and XLA are timed too
 
 
 @functools.lru_cache(maxsize=4)
@@ -93,8 +94,8 @@ def _build(shape: AttentionShape, rows: int, keys: int | None) -> Work:
     return Work(run, [one_set(jnp.uint32(i)) for i in range(count)], tuple(pools))
 
 
-def _case(shape: AttentionShape, rows: int, peer_us: float, keys: int | None = None) -> Case:
-    both = keys is None and rows in TIMED_BY_XLA
+def _case(shape: AttentionShape, rows: int, peer_us: float | None, keys: int | None = None) -> Case:
+    every = keys is None and rows in TIMED_BY_ALL
     row_bytes = shape.layout.bytes_per_token
     return Case(
         op="sparse_mla",
@@ -103,9 +104,9 @@ def _case(shape: AttentionShape, rows: int, peer_us: float, keys: int | None = N
         flops=shape.flops(rows),
         bytes=rows
         * ((shape.columns + shape.extra_columns) * row_bytes + 2 * shape.heads * (shape.width + shape.v_dim)),
-        peer="FlashMLA",
+        peer="FlashMLA" if peer_us else None,
         peer_us=peer_us,
-        implementations=("triton", "xla") if both else ("triton",),
+        implementations=("triton", "portable", "xla") if every else ("triton",),
         calls=40 if keys is None else 4,
     )
 
@@ -118,6 +119,7 @@ def cases() -> list[Case]:
         if name.endswith("hca"):  # the peer's compressed pages hold 64 entries
             shape = _paged_64(shape)
         found += [_case(shape, rows, us) for rows, us in times.items()]
+    found += [_case(ATTENTION[name], rows, None) for name, batches in WITHOUT_PEER.items() for rows in batches]
     return found + [_case(ATTENTION[name], 4096, us, 32768) for name, us in PREFILL.items()]
 
 

@@ -46,8 +46,9 @@ def device(*, alone: bool) -> Iterator[None]:
 def chained(fn: Callable[..., Any], calls: int, *, kernels: bool) -> Callable[..., Any]:
     """A function of input sets that calls ``fn`` on them in turn, ``calls`` times one behind the other.
 
-    With ``kernels`` every launch of a kernel is kept in the program. Plain XLA operations have no such mark: there each
-    call's first floating-point input is made to depend on the result before it, at the cost of one pass over it.
+    With ``kernels`` every launch of a kernel is kept in the program. Plain XLA operations have no such mark: there one
+    input of each call, floating-point where there is one, is made to depend on the result before it, at the cost of one
+    pass over it.
     """
 
     def run(sets: Sequence[Any], shared: Any) -> Any:
@@ -65,7 +66,7 @@ def chained(fn: Callable[..., Any], calls: int, *, kernels: bool) -> Callable[..
 
 def _depending(inputs: Any, value: jax.Array) -> Any:
     leaves, tree = jax.tree.flatten(inputs)
-    at = next(i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating))
+    at = next((i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)), 0)
     nothing = jax.lax.optimization_barrier(value.astype(jnp.float32) * 0)
     leaves[at] = leaves[at] + jnp.where(jnp.isnan(nothing), 0, nothing).astype(leaves[at].dtype)
     return jax.tree.unflatten(tree, leaves)

@@ -14,6 +14,7 @@ number of rows of a request, which sets the width of blocks.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -26,12 +27,14 @@ from ..launch import launch
 from ..layouts import KVLayout, is_raw
 from . import xla
 
-TILE = 64  # keys
+TILE = 64  # keys; twice as many where blocks are DOUBLED (row, head) pairs wide and MANY tiles fall to each program
+DOUBLED, MANY = 128, 16
 WIDEST = 256  # (row, head) pairs of a block
 FUSED = 128  # widest blocks that quantise their own queries
 QUANTISED = 64  # (row, head) pairs, the fewest that are rotated in one product
 PROGRAMS = 264  # two for each of an H200's processors: each program has queries to prepare first
 LONGEST = {64: 32, 128: 32, 256: 128}  # block width -> most tiles of a program
+LONGEST_DOUBLED, AHEAD_DOUBLED = 128, 2  # the same two for tiles of twice the keys
 EARLY = 2  # most tiles that are fetched before the queries are ready
 AHEAD = {64: 3, 128: 3, 256: 2}  # block width -> key tiles that the loop over tiles fetches ahead
 REGISTERS = {
@@ -150,18 +153,28 @@ def _quantise_queries(q, weights, codes, folded, pairs: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
+def _page(ordinal, table, request, P: tl.constexpr):
+    """The pages that hold pages ``ordinal`` of a request; -1 where there is none."""
+    page = ordinal if P.table == 0 else tl.load(table + request * P.table + ordinal, mask=ordinal < P.table, other=-1)
+    return tl.where(page < P.pages, page, -1)
+
+
+@triton.jit
 def _fetch(tile, last, pool, table, request, P: tl.constexpr):
     """Keys of a tile, their scales, and which exist; nothing from tile ``last`` on."""
     key = tl.arange(0, P.tile)
     value = tl.arange(0, P.span)[None, :]
     column = tile * P.tile
-    if P.page_size % P.tile != 0:
+    if P.page_size % P.tile != 0 and P.tile != 2 * P.page_size:
         column += key
     ordinal = column // P.page_size
-    page = ordinal if P.table == 0 else tl.load(table + request * P.table + ordinal, mask=ordinal < P.table, other=-1)
+    page = _page(ordinal, table, request, P)
+    if P.tile == 2 * P.page_size:
+        page = tl.where(key < P.page_size, page, _page(ordinal + 1, table, request, P))
+        column += key
     pages = page + tl.zeros_like(key)
-    exists = (pages >= 0) & (pages < P.pages) & (column + tl.zeros_like(key) < tl.minimum(last * P.tile, P.columns))
-    page = tl.where((page >= 0) & (page < P.pages), page, 0).to(tl.int64)
+    exists = (pages >= 0) & (column + tl.zeros_like(key) < tl.minimum(last * P.tile, P.columns))
+    page = tl.maximum(page, 0).to(tl.int64)
     values = pool.to(tl.pointer_type(P.dtype)) + page * P.stride
     if P.page_size % P.tile == 0:
         offset = column % P.page_size + key
@@ -292,9 +305,14 @@ def plan(
     size = jnp.dtype(layout.value_dtype).itemsize
     rows = choices.get("rows", min(triton.next_power_of_2(steps), WIDEST // size // slots))
     rows = max(rows, QUANTISED // slots, 1)
-    blocks, tiles = -(-steps // rows), -(-columns // TILE)
+    blocks = -(-steps // rows)
+    fits = size == 1 and 2 * TILE in (2 * layout.page_size, math.gcd(2 * TILE, layout.page_size))
+    many = requests * blocks * columns >= MANY * PROGRAMS * TILE
+    doubled = rows * slots == DOUBLED and fits and many
+    tile = choices.get("tile", 2 * TILE if doubled else TILE)
+    tiles = -(-columns // tile)
     share = max(1, -(-requests * blocks * tiles // PROGRAMS))
-    share = min(triton.next_power_of_2(share), LONGEST[rows * slots])
+    share = min(triton.next_power_of_2(share), LONGEST_DOUBLED if tile > TILE else LONGEST[rows * slots])
     if layout.page_size % TILE:  # addresses of each key, which spill from the loop
         share = min(share, EARLY)
     dtype = tl.dtype(_VALUES[layout.value_dtype])
@@ -304,7 +322,9 @@ def plan(
         "early": share if share <= EARLY and rows * slots <= FUSED else 0,
         "ahead": AHEAD[rows * slots] if size == 1 else 2 if rows * slots <= FUSED else 1,
     }
-    chosen |= choices | {"rows": rows}
+    if tile > TILE:
+        chosen["ahead"] = AHEAD_DOUBLED
+    chosen |= choices | {"rows": rows, "tile": tile}
     made = Plan(
         heads=heads,
         slots=slots,
@@ -321,7 +341,6 @@ def plan(
         table=table_width,
         columns=columns,
         starts=start is not None,
-        tile=TILE,
         **chosen,
     )
     return made, (-(-tiles // made.tiles), blocks, requests)
@@ -358,7 +377,7 @@ def scores(
     if made.scaled and not made.fused and q.dtype != jnp.float8_e4m3fn:
         q, weights = quantise_queries(q, weights) if _rotates(q, layout) else xla.quantise_query(q, weights, layout)
     operands = q, weights, pool, end if start is None else start, end, end if table is None else table
-    if registers is None and not made.early and made.page_size % TILE == 0:
+    if registers is None and not made.early and made.page_size % TILE == 0 and made.tile == TILE:
         registers = REGISTERS[made.pairs]
     options = {"maxnreg": registers} if registers else None
     return launch(

@@ -27,7 +27,8 @@ class Plan:
         normed: leading values under the norm; 0 without.
         eps: of the norm.
         turned: trailing values that are rotated; 0 without.
-        rows: that a program takes.
+        rows: of a block.
+        blocks: that a program takes.
     """
 
     layout: KVLayout
@@ -36,6 +37,7 @@ class Plan:
     eps: float = 0.0
     turned: int = 0
     rows: int = 1
+    blocks: int = 1
 
     @classmethod
     def of(

@@ -16,8 +16,8 @@ from ..quant_triton import tile_scale
 from . import xla
 from .plan import Plan
 
-PROGRAM_VALUES = 1024  # of a program
-THREAD_VALUES = 16  # of a thread
+WARP_VALUES = 512  # of a block of rows, in registers of a warp
+MANY_ROWS = 4096  # from which on a program takes two blocks, and the norm's weights once for both
 
 _DTYPES = {"bfloat16": tl.bfloat16, "float32": tl.float32, "float8_e4m3fn": tl.float8e4nv}
 _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
@@ -56,18 +56,28 @@ def _weights(weight, x, column, inside, P: tl.constexpr):
 
 
 @triton.jit
-def _normalise(x, factor, weights, column, inside, P: tl.constexpr):
-    return tl.where((inside & (column < P.normed))[None, :], x * factor[:, None] * weights, x)
+def _under(x, column, others, P: tl.constexpr):
+    """The values that are under the norm, ``others`` in the place of those that are not."""
+    if P.normed == P.layout.width:
+        return x
+    else:
+        return tl.where((column < P.normed)[None, :], x, others)
 
 
 @triton.jit
-def _rotate(x, table, pair, P: tl.constexpr):
-    """Rotates pairs of neighbours; ``pair``: of each pair its number among the rotated ones, or one that is none."""
+def _angles(table, pair, P: tl.constexpr):
+    """Cosines and sines; ``pair``: of each pair its number among the rotated ones, or one that is none."""
     HALF: tl.constexpr = P.turned // 2
-    a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     turned = ((pair >= 0) & (pair < HALF))[None, :]
     cos = tl.load(table + pair[None, :], mask=turned, other=1.0)
     sin = tl.load(table + (pair + HALF)[None, :], mask=turned, other=0.0)
+    return turned, cos, sin
+
+
+@triton.jit
+def _rotate(x, turned, cos, sin):
+    """Rotates pairs of neighbours, those that are ``turned``."""
+    a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     even, odd = tl.where(turned, a * cos - b * sin, a), tl.where(turned, a * sin + b * cos, b)
     return tl.reshape(tl.join(even, odd), x.shape)
 
@@ -78,67 +88,73 @@ def _hadamard(x, WIDTH: tl.constexpr):
     shape: tl.constexpr = x.shape
     x = x * (1.0 / WIDTH)
     for i in tl.static_range(WIDTH.bit_length() - 1):
+        pairs = tl.reshape(x, [shape[0], WIDTH >> (i + 1), 2, 1 << i])
         # A partner's bits are those of both without one's own: one exchange, and every value stays with its thread.
-        bits = tl.reshape(x.to(tl.int32, bitcast=True), [shape[0], WIDTH >> (i + 1), 2, 1 << i])
+        bits = pairs.to(tl.int32, bitcast=True)
         partner = (tl.xor_sum(bits, axis=2, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
-        sign = (tl.arange(0, 2) << 31)[None, None, :, None]
-        x = tl.reshape(partner + (bits ^ sign).to(tl.float32, bitcast=True), shape)
+        sign = tl.broadcast((1.0 - 2.0 * tl.arange(0, 2))[None, None, :, None], pairs)[0]
+        x = tl.reshape(tl.fma(pairs, sign, partner), shape)  # an exact product: a sum, and no more rounding
     return x * WIDTH**0.5
 
 
 @triton.jit
-def _pack(
-    rows,
-    slots,
-    pool,
-    weight,
-    table,
-    kv_scale,
-    P: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Grid (rows / P.rows,). The head of the rows is ``x [rows, tiles * tile]``, the rest ``y``."""
+def _columns(P: tl.constexpr):
+    """Of the head and of the rest of a row: columns, and which of them exist."""
+    place = tl.arange(0, P.head_block)
+    column = _spread(place, P.tile_block, P.tile)
+    behind = tl.arange(0, P.rest_block)
+    return column, (column < P.head) & (place % P.tile_block < P.tile), P.head + behind, behind < P.rest
+
+
+@triton.jit
+def _read(first, rows, slots, table, P: tl.constexpr):
+    """All that is read of a block of rows, so that it is asked for before anything waits for it."""
+    START: tl.constexpr = (P.layout.width - P.turned) // 2  # pair of a row where the rotated ones start
+    column, inside, behind, exists = _columns(P)
+    first = first.to(tl.int64)
+    row = tl.arange(0, P.rows)
+    slot = tl.load(slots + first + row)
+    values = rows + first * P.layout.width + (row * P.layout.width)[:, None]
+    x = tl.load(values + column[None, :], mask=inside[None, :], other=0.0)
+    y, turn_x, turn_y = x, (x, x, x), (x, x, x)  # which stand for what there is not
+    if P.rest > 0:
+        y = tl.load(values + behind[None, :], mask=exists[None, :], other=0.0)
+    if P.turned > 0:
+        angles = table + first * P.turned + (row * P.turned)[:, None]
+        if P.turned > P.rest:
+            pair = _spread(tl.arange(0, P.head_block // 2), P.tile_block // 2, P.tile // 2)
+            turn_x = _angles(angles, pair - START, P)
+        if P.rest > 0:
+            turn_y = _angles(angles, tl.arange(0, P.rest_block // 2) + (P.head // 2 - START), P)
+    return slot, x, y, turn_x, turn_y
+
+
+@triton.jit
+def _write(read, weights, pool, kv_scale, P: tl.constexpr, DTYPE: tl.constexpr):
+    """Packs a block of rows. Their head is ``x [rows, tiles * tile]``, the rest ``y``."""
     ROWS: tl.constexpr = P.rows
     HEAD: tl.constexpr = P.head_block
     ALIGN: tl.constexpr = P.align
     SCALE_ALIGN: tl.constexpr = P.scale_align
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    row = tl.arange(0, ROWS)
-    slot = tl.load(slots + first + row)
-    values = rows + first * P.layout.width + (row * P.layout.width)[:, None]
-
-    place = tl.arange(0, HEAD)
-    column = _spread(place, P.tile_block, P.tile)
-    inside = (column < P.head) & (place % P.tile_block < P.tile)
-    behind = tl.arange(0, P.rest_block)
-    exists = behind < P.rest
-    x = tl.load(values + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-    if P.rest > 0:
-        y = tl.load(values + (P.head + behind)[None, :], mask=exists[None, :], other=0.0).to(tl.float32)
-
+    column, inside, behind, exists = _columns(P)
+    slot, x, y, turn_x, turn_y = read
+    x, y = x.to(tl.float32), y.to(tl.float32)
     if P.normed > 0:
-        weights = _weights(weight, x, column, inside, P)
-        total = _square_sum(tl.where((column < P.normed)[None, :], x, 0.0), HEAD)
+        total = _square_sum(_under(x, column, 0.0, P), HEAD)
         if P.normed > P.head:
-            total += _square_sum(tl.where((P.head + behind < P.normed)[None, :], y, 0.0), P.rest_block)
-        factor = tl.rsqrt(total * (1.0 / P.normed) + P.eps)
-        x = _normalise(x, factor, weights, column, inside, P)
+            total += _square_sum(_under(y, behind, 0.0, P), P.rest_block)
+        factor = tl.rsqrt(total * (1.0 / P.normed) + P.eps)[:, None]
+        x = _under(x * factor * weights[0], column, x, P)
         if P.normed > P.head:
-            y = _normalise(y, factor, _weights(weight, y, P.head + behind, exists, P), P.head + behind, exists, P)
-    angles = table
-    if P.turned > 0:
-        START: tl.constexpr = (P.layout.width - P.turned) // 2
-        angles = table + first * P.turned + (row * P.turned)[:, None]
+            y = _under(y * factor * weights[1], behind, y, P)
     if P.turned > P.rest:
-        pair = _spread(tl.arange(0, HEAD // 2), P.tile_block // 2, P.tile // 2)
-        x = _rotate(x, angles, pair - START, P)
+        x = _rotate(x, turn_x[0], turn_x[1], turn_x[2])
     if P.rest > 0 and P.turned > 0:
-        y = _rotate(y, angles, tl.arange(0, P.rest_block // 2) + (P.head // 2 - START), P)
+        y = _rotate(y, turn_y[0], turn_y[1], turn_y[2])
 
     valid = ((slot >= 0) & (slot < P.capacity))[:, None]
     page, offset = (slot // P.layout.page_size).to(tl.int64) * P.layout.page_stride, slot % P.layout.page_size
     data = tl.multiple_of(page + offset * P.layout.row_bytes, ALIGN)
-    pool = pool.to(tl.pointer_type(tl.uint8))
     data = pool + data
     if P.plain:
         if kv_scale is not None:
@@ -149,7 +165,7 @@ def _pack(
         at = data.to(tl.pointer_type(DTYPE))[:, None]
         tl.store(at + column[None, :], x.to(DTYPE), mask=valid & inside[None, :])
         if P.rest > 0:
-            tl.store(at + (P.head + behind)[None, :], y.to(DTYPE), mask=valid & exists[None, :])
+            tl.store(at + behind[None, :], y.to(DTYPE), mask=valid & exists[None, :])
     else:
         if P.layout.hadamard:
             x = tl.clamp(_hadamard(x, HEAD), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -175,7 +191,35 @@ def _pack(
             tl.store(scales.to(tl.pointer_type(tl.float32))[:, None] + tile[None, :], scale, mask=valid & real)
         if P.rest > 0:
             at = (data + P.layout.rope_offset).to(tl.pointer_type(tl.bfloat16))
-            tl.store(at[:, None] + behind[None, :], y.to(tl.bfloat16), mask=valid & exists[None, :])
+            tl.store(at[:, None] + (behind - P.head)[None, :], y.to(tl.bfloat16), mask=valid & exists[None, :])
+
+
+@triton.jit
+def _pack(
+    rows,
+    slots,
+    pool,
+    weight,
+    table,
+    kv_scale,
+    P: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Grid (rows / (P.rows * P.blocks),)."""
+    first = tl.program_id(0) * (P.rows * P.blocks)
+    read = _read(first, rows, slots, table, P)
+    if P.blocks == 2:
+        other = _read(first + P.rows, rows, slots, table, P)
+    weights = (0.0, 0.0)
+    if P.normed > 0:
+        column, inside, behind, exists = _columns(P)
+        weights = (_weights(weight, read[1], column, inside, P), 0.0)
+        if P.normed > P.head:
+            weights = (weights[0], _weights(weight, read[2], behind, exists, P))
+    pool = pool.to(tl.pointer_type(tl.uint8))
+    _write(read, weights, pool, kv_scale, P, DTYPE)
+    if P.blocks == 2:
+        _write(other, weights, pool, kv_scale, P, DTYPE)
 
 
 def _kv_pack(
@@ -195,7 +239,9 @@ def _kv_pack(
         return pool
     plan = Plan.of(layout, pool, norm_weight, cos_sin, eps)
     # Programs take a number of rows that divides their count, so that the count is not compiled in.
-    plan = dataclasses.replace(plan, rows=math.gcd(count, max(PROGRAM_VALUES // plan.head_block, 1)))
+    plan = dataclasses.replace(plan, rows=math.gcd(count, max(WARP_VALUES // plan.head_block, 1)))
+    if count >= MANY_ROWS and count // plan.rows % 2 == 0:
+        plan = dataclasses.replace(plan, blocks=2)
     return launch(
         _pack,
         rows,
@@ -205,9 +251,9 @@ def _kv_pack(
         cos_sin if plan.turned else None,
         None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32).reshape(1),
         out=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        grid=(count // plan.rows,),
+        grid=(count // (plan.rows * plan.blocks),),
         aliases={2: 0},
-        num_warps=min(max(plan.rows * plan.head_block // (32 * THREAD_VALUES), 1), 16),
+        num_warps=min(max(plan.rows * plan.head_block // WARP_VALUES, 1), 16),
         options={"enable_fp_fusion": False},  # no product and sum may become one: bits would depend on sizes
         P=plan,
         DTYPE=_DTYPES[layout.value_dtype],

@@ -15,6 +15,16 @@ from .forms import refuses
 from .source import Source
 
 launch.register("sparse_mla", f"{__package__}.triton", refuses)
+# On sm_90 "triton" is a kernel of its own where that fits. This is the one that serves elsewhere, to test and time it.
+launch.register_module(
+    "sparse_mla",
+    "portable",
+    f"{__package__}.triton",
+    launch.unavailable,
+    refuses,
+    function="portable_sparse_mla",
+    named_only=True,
+)
 dispatch.register("sparse_mla", "xla", xla.sparse_mla)
 
 

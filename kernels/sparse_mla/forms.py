@@ -23,7 +23,6 @@ PLACE = """
 CHUNK = 128  # most dims of one matrix product
 WIDEST = 640  # values of a row
 NARROW = 128  # values of an output under the first of its two powers of two, see gluon.py
-FEW_HEADS = 256  # of all rows: with more, XLA, which dequantises a row once for all of its heads, is faster
 
 
 def _powers(width: int) -> tuple[int, ...]:
@@ -69,7 +68,4 @@ def refuses(shapes: Mapping[str, Any]) -> str | None:
         return f"the tile of a scale must be a power of two, for inline rows at least {CHUNK}; got {first.tile}"
     if sum(widths) > WIDEST:
         return f"rows of up to {WIDEST} values fit in shared memory, got {sum(widths)}"
-    float32 = first.kind == "inline" and any(x.scale_form == "float32" for x in layouts)
-    if float32 and shapes["H"] > 16 and shapes["R"] * shapes["H"] > FEW_HEADS:
-        return f"inline rows with float32 scales are faster in XLA where rows times heads exceed {FEW_HEADS}"
     return None

@@ -50,6 +50,15 @@ ROPE = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 RAW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))  # codes in shared memory: piece after piece
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # a tile for the matrix units, as words
 TIMES_SCALE = gl.constexpr(f"{{ {forms.PLACE} mul.rn.bf16x2 $0, c, $3; mul.rn.bf16x2 $1, d, $3; }}")
+TIMES_BOTH = gl.constexpr(  # the same with a scale that is the sum of two bf16 values: one rounding that matters
+    f"""{{ {forms.PLACE}
+    .reg .b32 e, f;
+    mul.rn.bf16x2 e, c, $4;
+    mul.rn.bf16x2 f, d, $4;
+    fma.rn.bf16x2 $0, c, $3, e;
+    fma.rn.bf16x2 $1, d, $3, f;
+    }}"""
+)
 
 
 @gluon.jit
@@ -155,22 +164,44 @@ def _room(j, lane, blocks_0, P: gl.constexpr):
 
 
 @gluon.jit
+def _twice(bits, codes):
+    """The bits of bf16 values, in both halves of a word, for each word of codes."""
+    return gl.broadcast(gl.expand_dims(bits | (bits << 16), 2), codes)[0]
+
+
+@gluon.jit
+def _bf16(x):
+    return x.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+
+
+@gluon.jit
 def _dequantised(codes, word, valid, HALF: gl.constexpr, P: gl.constexpr):
     """The bf16 values, but for the factor 2^-60, of half of the codes, two to a word: ``[64, 4, 32]``."""
     piece = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0)
     shown = gl.expand_dims(valid, 1)
     if P.kind == "inline":
         bits = (gl.expand_dims(word, 1) >> (32 * (piece // 2))).to(gl.int32)
-        factor = gl.where(shown, bits.to(gl.float32, bitcast=True) * UP, 0.0).to(gl.bfloat16)
-        bits = factor.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        factor = gl.where(shown, bits.to(gl.float32, bitcast=True) * UP, 0.0)
+        bits = _bf16(factor)
+        if not P.powers:
+            rest = _bf16(factor - (bits << 16).to(gl.float32, bitcast=True))
     else:
         byte = ((gl.expand_dims(word, 1) >> (8 * piece + 32 * HALF)) & 255).to(gl.int32)
         bits = gl.minimum(byte + 60, 254) << 7
         bits = gl.where(shown & (byte > 0), gl.where(byte == 255, 0x7FFF, bits), 0)
-    twice, _ = gl.broadcast(gl.expand_dims(bits | (bits << 16), 2), codes)
-    pair = gl.inline_asm_elementwise(
-        TIMES_SCALE, "=r,=r,r,r", [codes, twice], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
+    if P.powers:
+        pair = gl.inline_asm_elementwise(
+            TIMES_SCALE, "=r,=r,r,r", [codes, _twice(bits, codes)], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        pair = gl.inline_asm_elementwise(
+            TIMES_BOTH,
+            "=r,=r,r,r,r",
+            [codes, _twice(bits, codes), _twice(rest, codes)],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
     values = gl.reshape(gl.join(pair[0], pair[1]), [64, 4, 32])
     return gl.convert_layout(values, VALUES, assert_trivial=True)
 

@@ -9,6 +9,7 @@ scratch memory and a second kernel finishes them.
 # mypy: disable-error-code="assignment"
 # (the tuples of tensors in kernels grow chunk by chunk)
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -77,6 +78,7 @@ class Plan:
         stride: bytes from page to page, of each pool.
         footer: byte of a page at which the scales start, of each pool.
         scale_row: bytes of the scales of a row in the footer.
+        powers: whether all scales are powers of two.
         heads: H.
         block_heads: heads of a program.
         block: slots of a step.
@@ -103,6 +105,7 @@ class Plan:
     stride: tuple[int, int]
     footer: tuple[int, int]
     scale_row: int
+    powers: bool
     heads: int
     block_heads: int
     block: int
@@ -562,6 +565,7 @@ def plan(
         stride=pair(layout.page_stride for layout in layouts),
         footer=pair(layout.footer_offset if layout.has_footer else 0 for layout in layouts),
         scale_row=first.scale_bytes if first.has_footer else 0,
+        powers=all(layout.scale_form == "power_of_two" for layout in layouts),
         heads=heads,
         block_heads=block_heads,
         block=block,
@@ -584,6 +588,7 @@ def _sparse_mla(
     v_dim: int,
     out_dtype: Any,
     deterministic: bool | None = None,
+    portable: bool = False,
 ) -> tuple[Any, jax.Array]:
     rows, heads, _ = q.shape
     if rows == 0 or heads == 0:
@@ -592,7 +597,7 @@ def _sparse_mla(
     if isinstance(scale, jax.Array):  # an array cannot be compiled in
         q_scale = jnp.broadcast_to(scale * (1.0 if q_scale is None else q_scale), (rows, heads)).astype(jnp.float32)
         scale = 1.0
-    hopper = _fits_hopper([source.layout for source in sources], heads, v_dim)
+    hopper = not portable and _fits_hopper([source.layout for source in sources], heads, v_dim)
     tuning = HOPPER if hopper else _tuning(sources[0].layout)
     constants = plan(sources, rows, heads, v_dim, deterministic, epilogue is not None, tuning)
     scalar = None if out_scale is None else jnp.asarray(out_scale, jnp.float32).reshape(1)
@@ -652,7 +657,6 @@ def _fits_hopper(layouts: list[KVLayout], heads: int, v_dim: int) -> bool:
         and all(
             forms.get(layout.kind) == (layout.nope, layout.rope, layout.tile, layout.scale_bytes)
             and layout.page_stride % 16 == 0
-            and layout.scale_form == "power_of_two"  # others would be rounded to bf16
             for layout in layouts
         )
     )
@@ -755,3 +759,4 @@ def _joined(
 
 
 sparse_mla = with_xla_rules(_sparse_mla, xla.sparse_mla)
+portable_sparse_mla = with_xla_rules(functools.partial(_sparse_mla, portable=True), xla.sparse_mla)
