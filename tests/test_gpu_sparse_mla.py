@@ -80,7 +80,8 @@ def reference(q, pools, slots, sinks, *, layouts, scale, v_dim):
     finite = jnp.where(jnp.isinf(lse), 0, lse)
     weights = jnp.where(taken[:, None], jnp.exp(logits - finite[..., None]), 0)
     out = jnp.einsum("rhk,rkd->rhd", weights, keys[..., :v_dim], precision="highest")
-    return out * jax.nn.sigmoid(finite - sinks)[..., None], lse
+    products = jnp.einsum("rhd,rkd->rhk", q.astype(jnp.float32) ** 2, keys**2) * scale**2
+    return out * jax.nn.sigmoid(finite - sinks)[..., None], lse, jnp.sqrt(products.max(-1))
 
 
 def counted(slots, lengths, capacity):
@@ -101,7 +102,7 @@ TWICE = [i for i, ((layout, _), heads, _) in enumerate(GRID) if layout.kind != "
     ("number", "implementation"), [(i, "triton") for i in range(len(GRID))] + [(i, "portable") for i in TWICE]
 )
 def test_grid(number, implementation):
-    """96 rows a case, 3,264 in all: heads, layouts, page sizes, widths, lengths, holes, sinks, one and two sources."""
+    """96 rows a case, 5,376 in all: heads, layouts, page sizes, widths, lengths, holes, sinks, one and two sources."""
     case, heads, columns = GRID[number]
     deterministic = True if number % 3 == 0 else None
     layout, extra_layout = case
@@ -130,7 +131,7 @@ def test_grid(number, implementation):
     )
     got = jax.jit(lambda *xs: call(*xs, extra=extra))(q, pools[0], slots, lengths)
     want = reference(q, pools, tuple(shown), sinks, layouts=layouts, scale=0.05, v_dim=v_dim)
-    (out, lse), (expected, expected_lse) = [[np.asarray(x, np.float64) for x in pair] for pair in (got, want)]
+    out, lse, expected, expected_lse, spread = (np.asarray(x, np.float64) for x in (*got, *want))
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected_lse))
     error = np.abs(out - expected)
     assert ((error <= 1e-3) | (error <= 2.01 / 128 * np.abs(expected))).all(), error.max()
@@ -138,7 +139,10 @@ def test_grid(number, implementation):
         assert 1 - 2 * np.sum(out * expected) / np.sum(out**2 + expected**2) <= 5e-6
     some = np.isfinite(expected_lse)
     error = np.abs(lse[some] - expected_lse[some])
-    assert ((error <= 1e-6) | (error <= 8.01 / 65536 * np.abs(expected_lse[some]))).all(), error.max()
+    # Keys under float32 scales are rounded to bf16: the products of a logit err by up to 2^-9 of each, independently.
+    rounds = implementation == "triton" and heads > 16 and any(x.scale_form == "float32" for x in layouts)
+    rounding = 3 * 2.0**-9 * spread[some] if rounds and layout.kind == "inline" else 0
+    assert ((error <= 1e-6) | (error <= 8.01 / 65536 * np.abs(expected_lse[some]) + rounding)).all(), error.max()
 
 
 def inputs(shape, rows, seed=0):

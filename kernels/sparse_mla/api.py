@@ -60,9 +60,11 @@ def sparse_mla(
     A row's result is bitwise the same whatever rows stand beside it and, with "xla", however wide its index row is
     padded. With "triton" that takes ``deterministic``, and index rows of the same widths; else it holds up to rounding.
 
-    "triton" multiplies bfloat16 values, and leaves float32 queries and pools to "xla". Scales are read as full float32,
-    but on sm_90 in inline layouts whose ``scale_form`` is "power_of_two": there they are read in bfloat16, which is
-    exact for such scales. A NaN code under a finite scale, which no writer makes, it may read as 480.
+    "triton" multiplies bfloat16 values, and leaves float32 queries and pools to "xla". On sm_90 it has a kernel of its
+    own for V4 and V3.2 rows and more than 16 heads. That one reads the scales of inline layouts whose ``scale_form`` is
+    "power_of_two" in bfloat16, which is exact for such scales, and rounds dequantised keys under "float32" ones to
+    bfloat16, as FlashMLA does. A NaN code under a finite scale, which no writer makes, it may read as 480. "portable",
+    which serves where it is named, is the kernel of the other GPUs there too, and rounds no key.
     Differentiable in ``q``, ``sinks`` and typed plain pools. ``jax.vmap`` works.
 
     Args:
