@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from jmla.generation import generate, generate_tokens
     from jmla.kernels import debug_checks
     from jmla.loading import load
-    from jmla.models import CacheConsumedError, Model, PagedCache, copy, decode, draft, forward, init_cache, prefill
+    from jmla.models import (
+        CacheConsumedError,
+        Model,
+        PagedCache,
+        copy,
+        decode,
+        draft,
+        fork,
+        forward,
+        init_cache,
+        prefill,
+    )
     from jmla.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -31,6 +42,7 @@ _HOMES = {
     "debug_checks": "jmla.kernels",
     "decode": "jmla.models",
     "draft": "jmla.models",
+    "fork": "jmla.models",
     "forward": "jmla.models",
     "generate": "jmla.generation",
     "generate_tokens": "jmla.generation",
@@ -51,6 +63,7 @@ __all__ = [
     "debug_checks",
     "decode",
     "draft",
+    "fork",
     "forward",
     "generate",
     "generate_tokens",

@@ -1,7 +1,7 @@
 """What comes back from a model: completions, put together token by token."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -32,12 +32,14 @@ class Completion:
         finish_reason: "stop" (an end token, or a stop of the caller) or "length"; from an engine also "cancelled" or
             "deadline".
         logprobs: one entry a token when asked for, else None.
+        choices: where several completions were asked for, all of them, the best or first, which is this one, first.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     finish_reason: Reason
     logprobs: tuple[TokenLogprob, ...] | None = None
+    choices: tuple["Completion", ...] = ()
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Output:
         tokenizer: None gives tokens in place of text.
         stream: called with each piece.
         reason: why the completion ended; None while it goes on.
+        total_logprob: log-probability of all tokens made.
     """
 
     index: int
@@ -62,6 +65,7 @@ class Output:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: Reason | None = None
+    total_logprob: float = 0.0
 
     def __post_init__(self) -> None:
         self._strings = StopStrings([s for s in self.params.stop if isinstance(s, str)])
@@ -77,6 +81,7 @@ class Output:
                 f"The model's logits for token {len(self.ids)} of completion {self.index} are not numbers (NaN)"
             )
         self.ids.append(token)
+        self.total_logprob += logprob
         if self.params.logprobs is not None:
             pairs = list(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True))[: self.params.logprobs]
             self.logprobs.append(TokenLogprob(token, logprob, tuple(pairs)))
@@ -137,7 +142,22 @@ class Output:
         if self.reason is None:
             self._finish(reason)
 
+    @property
+    def mean_logprob(self) -> float:
+        return self.total_logprob / max(len(self.ids), 1)
+
     def completion(self) -> Completion:
         text = "".join(self.pieces) if self.tokenizer is not None else None
         logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
         return Completion(text, tuple(self.ids), self.reason or "length", logprobs)
+
+
+def chosen(outputs: Sequence[Output], params: SamplingParams) -> Completion:
+    """The completion of a prompt for which ``outputs`` were drawn: of several, the best or first with all of them."""
+    if len(outputs) == 1:
+        return outputs[0].completion()
+    ranked = list(outputs)
+    if len(ranked) > (params.n or 1):
+        ranked = sorted(ranked, key=lambda output: -output.mean_logprob)[: params.n]
+    choices = tuple(output.completion() for output in ranked)
+    return replace(choices[0], choices=choices)

@@ -19,7 +19,7 @@ from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache
 from jmla.models.config.common import shown
 from jmla.models.inputs import check_counts, check_ids
-from jmla.models.spec import check_model
+from jmla.models.spec import PAGE_TOKENS, check_model
 from jmla.requests import (
     complete_params,
     default_params,
@@ -31,6 +31,8 @@ from jmla.requests import (
 )
 from jmla.sampling import DEFAULTS, History, RowParams, SamplingParams
 from jmla.values import check_integer, check_token_ids, is_list
+
+MOST_CHOICES_AT_ONCE = 16  # rows of the engine that draws several completions of a prompt
 
 # ---- on the device -------------------------------------------------------------------------------------------------
 
@@ -92,7 +94,8 @@ def generate(
             checkpoint's generation_config.json, then from the defaults of ``SamplingParams``.
         stop: strings or token id lists that end a completion; overrides ``sampling``.
         stream: called as ``stream(index, piece)`` with pieces of text as they become certain (token ids if the
-            checkpoint has no tokenizer); the pieces of a prompt joined are its completion's text.
+            checkpoint has no tokenizer); the pieces of a prompt joined are its completion's text. Not with several
+            completions of a prompt.
 
     Returns:
         A ``Completion``, or a list of them in the order of the prompts.
@@ -114,6 +117,11 @@ def generate(
         model = check_model(model_or_path)
     ids = [encode(model, index, prompt) for index, prompt in enumerate(items)]
     rows = complete_params(model, sampling, len(ids), [len(p) for p in ids], max_new_tokens, stop)
+    if several := [row for row in rows if row.draws > 1]:
+        if stream is not None:
+            raise ValueError(f"Expected no stream where several completions are drawn, got n={several[0].n}")
+        completions = _with_choices(model, ids, rows)
+        return completions[0] if single else completions
     ends = end_token_ids(model)
     tokenizer = model.text.tokenizer if model.text is not None else None
     outputs = [Output(index, row, frozenset(ends), tokenizer, stream) for index, row in enumerate(rows)]
@@ -121,6 +129,19 @@ def generate(
         _run(model, [ids[i] for i in group], [outputs[i] for i in group], ends)
     completions = [output.completion() for output in outputs]
     return completions[0] if single else completions
+
+
+def _with_choices(model: Model, prompts: list[np.ndarray], rows: list[SamplingParams]) -> list[Completion]:
+    """Completions of prompts for some of which several are drawn, in an engine, where those share a prompt's pages."""
+    from jmla.engine import Engine
+
+    longest, pages = 0, 0
+    for prompt, row in zip(prompts, rows, strict=True):
+        new = row.max_new_tokens or 0
+        longest = max(longest, len(prompt) + new)
+        pages += -(-len(prompt) // PAGE_TOKENS) + row.draws * (-(-new // PAGE_TOKENS) + 1)
+    running = min(sum(row.draws for row in rows), MOST_CHOICES_AT_ONCE)
+    return Engine(model, max_requests=running, max_seq_len=longest, pages=pages).generate(prompts, sampling=rows)
 
 
 def _run(model: Model, prompts: list[np.ndarray], outputs: list[Output], ends: tuple[int, ...]) -> None:
@@ -229,6 +250,8 @@ def generate_tokens(
             raise ValueError(
                 "Expected sampling without seed, stop, logprobs and max_new_tokens: pass key, eos and max_new_tokens"
             )
+        if given.draws > 1:
+            raise ValueError(f"Expected sampling with n=1, got n={given.n}: give a prompt in several rows instead")
         params = RowParams.pack([given.over(default_params(model))] * batch)
     ends = end_token_ids(model) if eos is None else tuple(check_token_ids("eos", eos, vocab, least=0).tolist())
     keys = _row_keys(key, batch)

@@ -81,6 +81,16 @@ def split_sampling(given: Any, count: int) -> list[SamplingParams | None]:
     return rows
 
 
+def check_choices(full: SamplingParams) -> None:
+    """Refuses complete options that ask for several completions which could not differ, or for more than are drawn."""
+    if full.best_of is not None and full.best_of < (full.n or 1):
+        raise ValueError(f"Expected best_of={full.best_of} to be at least n={full.n}")
+    if full.draws > 1 and full.temperature == 0:
+        raise ValueError(
+            f"Expected temperature above 0 with n={full.n} and best_of={full.best_of}: greedy completions are all equal"
+        )
+
+
 def complete_params(
     model: Model, given: Any, count: int, lengths: Sequence[int], max_new_tokens: int | None, stop: Any
 ) -> list[SamplingParams]:
@@ -103,6 +113,7 @@ def complete_params(
                 f"Expected prompt {index} of {length} tokens and max_new_tokens={asked.max_new_tokens} to fit "
                 f"max_seq_len={limit}, got {length + asked.max_new_tokens} together"
             )
+        check_choices(full)
         for item in full.stop:
             if not isinstance(item, str):
                 check_token_ids(f"stop item {shown(list(item))}", item, model.spec.config.vocab_size)

@@ -14,6 +14,7 @@ from jmla.models.config.common import INT32_MAX, shown
 from jmla.values import check_integer, check_number, check_text, check_token_ids, is_list
 
 MAX_LOGPROBS = 20  # alternatives reported for a token; a fixed width, so that asking for them compiles nothing new
+MAX_CHOICES = 1024  # completions of a prompt
 DEFAULT_MAX_NEW_TOKENS = 256
 
 Stop = tuple[str | tuple[int, ...], ...]
@@ -57,6 +58,8 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": lambda n, v: check_integer(n, v, 1),
     "stop": lambda _, v: normalize_stop(v),
     "logprobs": lambda n, v: check_integer(n, v, 0, MAX_LOGPROBS),
+    "n": lambda n, v: check_integer(n, v, 1, MAX_CHOICES),
+    "best_of": lambda n, v: check_integer(n, v, 1, MAX_CHOICES),
 }
 
 
@@ -81,6 +84,10 @@ class SamplingParams:
         stop: strings or token id lists that end a completion; they are not part of its text.
         logprobs: report the log-probability of each chosen token and of this many likeliest ones (0 to 20), of the
             model's own distribution: before penalties, temperature and filters.
+        n: completions of the prompt, each drawn with a seed of its own (see ``choice``); they share the pages of the
+            prompt. Above 1 with a temperature above 0 alone. Default 1.
+        best_of: completions to draw, of which the ``n`` with the highest mean log-probability of a token are given.
+            Default ``n``.
     """
 
     temperature: float | None = None
@@ -94,12 +101,26 @@ class SamplingParams:
     max_new_tokens: int | None = None
     stop: Any = None
     logprobs: int | None = None
+    n: int | None = None
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check(name, value))
+
+    @property
+    def draws(self) -> int:
+        """Completions to draw."""
+        return self.best_of or self.n or 1
+
+    def choice(self, index: int) -> "SamplingParams":
+        """The parameters of one of the completions alone: the first has the seed as it is given."""
+        seed = self.seed or 0
+        if index:  # far apart for neighbouring seeds: the multiplier is 2**64 over the golden ratio, and odd
+            seed = (seed ^ (index * 0x9E3779B97F4A7C15)) % 2**64
+        return replace(self, seed=seed, n=1, best_of=None)
 
     def over(self, defaults: "SamplingParams") -> "SamplingParams":
         """These parameters, with the ones that are not set taken from ``defaults``."""
@@ -117,6 +138,7 @@ DEFAULTS = SamplingParams(
     presence_penalty=0.0,
     frequency_penalty=0.0,
     stop=(),
+    n=1,
 )
 
 

@@ -250,7 +250,7 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
     for candidate in known.values():
         first = next((s for s in serving if s.platform in (None, where.platform, candidate.platform)), None)
         if candidate.named_only:
-            others.append((candidate.name, "serves where it is named"))
+            others.append((candidate.name, candidate.reason(where, shapes) or "serves where it is named"))
         elif first is not None:
             others.append((candidate.name, f"{first.name} comes first"))
         elif reason := candidate.reason(where, shapes):

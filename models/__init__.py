@@ -1,5 +1,6 @@
 """The networks: DeepSeek-V4, DeepSeek-V3.2 and GLM-5, and the paged cache that their steps thread through."""
 
+from jmla.models.branches import fork
 from jmla.models.cache import CacheConsumedError, PagedCache, bytes_per_row, bytes_per_token, copy, init_cache
 from jmla.models.checkpoint.places import placements
 from jmla.models.params import abstract_params, layer_counts, layer_stacks
@@ -17,6 +18,7 @@ __all__ = [
     "copy",
     "decode",
     "draft",
+    "fork",
     "forward",
     "init_cache",
     "layer_counts",

@@ -1,6 +1,7 @@
 """The paged cache as a value: pools, tables, lengths, and the compressors' running state."""
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmla.kernels.layouts import KVLayout
-from jmla.models.config import V4Config
+from jmla.models.config import DsaConfig, V4Config
 from jmla.models.config.common import INT32_MAX
 from jmla.models.options import check_dtype, check_flag, check_integer
 from jmla.models.params import layer_counts
@@ -45,6 +46,7 @@ class PagedCache:
         layers: how many layers write each stream (static).
         chunk: most tokens of a row that one pass may append, for the window's pages to suffice (static).
         max_seq_len: most tokens a row can hold (static).
+        config: of the models whose cache this is (static).
     """
 
     pools: dict[str, jax.Array]
@@ -57,6 +59,7 @@ class PagedCache:
     layers: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
     chunk: int = dataclasses.field(metadata={"static": True})
     max_seq_len: int = dataclasses.field(metadata={"static": True})
+    config: V4Config | DsaConfig = dataclasses.field(metadata={"static": True})
     boundaries: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
@@ -65,6 +68,11 @@ class PagedCache:
 
     def layout(self, stream: str) -> KVLayout:
         return dict(self.layouts)[stream]
+
+    @property
+    def kernel_pages(self) -> int:
+        """Pages of the pools that one page of 256 tokens takes in a layer."""
+        return PAGE_TOKENS // LATENT_PAGE if self.window_table is None else 1
 
     def replace(self, **changes: Any) -> "PagedCache":
         """The same cache with some fields exchanged."""
@@ -76,6 +84,49 @@ class PagedCache:
         held = {name: pool.nbytes for name, pool in self.pools.items()}
         held |= {f"{name} state": state.nbytes for name, state in self.states.items()}
         return held | {f"{name} boundaries": records.nbytes for name, records in self.boundaries.items()}
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes the cache to a directory, from which ``load`` takes it up in another process, bit for bit.
+
+        The cache stays what it is. Pages without tokens take next to nothing on disk. A save that fails, or is killed,
+        leaves what was there before; of several at a time to one path, one wins and the others may fail.
+
+        Args:
+            path: a directory that is empty or does not exist, on a local file system.
+            overwrite: replace the saved cache in ``path``.
+
+        Raises:
+            CacheConsumedError: the cache was already consumed.
+            FileExistsError: ``path`` holds a saved cache and ``overwrite`` is False, or holds something else.
+            ImportError: orbax-checkpoint is not installed (the extra ``save``).
+            NotADirectoryError: ``path`` is a file.
+            TypeError: no path, a flag that is no bool, or a traced cache.
+        """
+        from jmla.models import saved  # which needs this module
+
+        saved.save(self, path, overwrite)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Model) -> "PagedCache":
+        """The cache that ``save`` wrote, on the devices of the model's weights.
+
+        Args:
+            path: the directory.
+            model: one of the architecture and cache format that the cache was made for. Whether its weights are the
+                same is not checked.
+
+        Raises:
+            FileNotFoundError: nothing there, or no cache whose saving has ended.
+            ImportError: orbax-checkpoint is not installed (the extra ``save``).
+            NotADirectoryError: ``path`` is a file.
+            TypeError: no path or no model.
+            ValueError: the cache is of another architecture, cache format or version of this format, is longer than
+                the model's ``max_seq_len``, or does not take its chunks: the message names what differs, before
+                anything is allocated. Or its files are damaged.
+        """
+        from jmla.models import saved
+
+        return saved.load(path, model)
 
 
 def bytes_per_token(spec: ModelSpec) -> dict[str, float]:
@@ -237,6 +288,7 @@ def _cache(
         layers=tuple(counts.items()),
         chunk=chunk,
         max_seq_len=max_seq_len,
+        config=spec.config,
         boundaries=boundaries,
     )
 
@@ -281,13 +333,17 @@ def record_boundaries(cache: PagedCache, records: jax.Array) -> PagedCache:
     return cache.replace(boundaries=jax.lax.cond(jnp.any(here), keep, lambda same: same, cache.boundaries))
 
 
-def place_row(cache: PagedCache, row: jax.Array, length: jax.Array, record: jax.Array) -> PagedCache:
-    """The cache whose ``row`` goes on behind ``length`` tokens, with the states of ``record`` (none if -1)."""
+def place_row(cache: PagedCache, row: jax.Array, length: jax.Array, record: jax.Array, source: jax.Array) -> PagedCache:
+    """The cache whose ``row`` goes on behind ``length`` tokens.
+
+    Its states are those of the row ``source``, or those of ``record``, or none; -1 stands for no row and no record.
+    """
 
     def restored(name: str, state: jax.Array) -> jax.Array:
         kept = jnp.zeros_like(state[:, 0])
         if name in cache.boundaries:
             kept = jnp.where(record >= 0, cache.boundaries[name][:, jnp.maximum(record, 0)], kept)
+        kept = jnp.where(source >= 0, state[:, jnp.maximum(source, 0)], kept)
         return state.at[:, row].set(kept)
 
     return cache.replace(
@@ -295,6 +351,32 @@ def place_row(cache: PagedCache, row: jax.Array, length: jax.Array, record: jax.
         lengths=cache.lengths.at[row].set(length),
         draft_lengths=cache.draft_lengths.at[row].set(0),
     )
+
+
+def copy_pages(cache: PagedCache, pages: jax.Array, window_pages: jax.Array) -> PagedCache:
+    """The cache after pages were copied in all layers: ``[m, 2]`` from and to, -1 for none."""
+    layers = dict(cache.layers)
+
+    def copied(name: str, pool: jax.Array) -> jax.Array:
+        pairs, parts = (window_pages, 1) if name == "window" else (pages, cache.kernel_pages)
+        if not layers[name]:
+            return pool
+        first = jnp.arange(layers[name]) * (len(pool) // layers[name])
+        part = jnp.arange(parts)
+
+        def place(page: jax.Array) -> jax.Array:
+            return (first[:, None, None] + page[None, :, None] * parts + part).ravel()
+
+        there = jnp.all(pairs >= 0, axis=1)
+        rows = pool[place(jnp.where(there, pairs[:, 0], 0))]
+        target = jnp.where(
+            jnp.broadcast_to(there[None, :, None], (layers[name], len(pairs), parts)).ravel(),
+            place(pairs[:, 1]),
+            len(pool),
+        )
+        return pool.at[target].set(rows, mode="drop")
+
+    return cache.replace(pools={name: copied(name, pool) for name, pool in cache.pools.items()})
 
 
 def copy(cache: PagedCache) -> PagedCache:

@@ -1,6 +1,7 @@
 """The choice of implementations, its report, and value checks that cost nothing when off."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -379,3 +380,19 @@ def test_a_switched_off_triton_leaves_every_operation_to_xla(monkeypatch: pytest
         assert choice.implementation == "xla"
         assert ("triton", "disabled by JMLA_DISABLE") in choice.others
         assert "triton: disabled by JMLA_DISABLE" in str(dispatch.report())
+
+
+def test_the_portable_kernel_serves_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layouts.inline656(64)
+    q, pool, slots = jnp.zeros((1, 64, 576), jnp.bfloat16), layout.zeros(1), jnp.zeros((1, 4), jnp.int32)
+    call = functools.partial(kernels.sparse_mla, q, pool, slots, layout=layout, scale=1.0)
+    call()
+    others = dict(dispatch.report()[-1].others)
+    assert "portable" in others
+    with pytest.raises(ValueError, match="portable of sparse_mla cannot run"):
+        call(implementation="portable")
+    monkeypatch.setenv("JMLA_DISABLE", "portable")
+    with pytest.raises(ValueError, match="disabled by JMLA_DISABLE"):
+        call(implementation="portable")
+    call()
+    assert ("portable", "disabled by JMLA_DISABLE") in dispatch.report()[-1].others

@@ -14,12 +14,20 @@ CASES = {  # operation -> quick tests of tests/test_kernels_<operation>.py with 
         "whole_sequence[triton-hca128]",
         "rejected_drafts_are_overwritten[triton]",
     ],
-    "index_scores": ["named_shapes[triton-v3.2]", "named_shapes[triton-v4-flash]", "vmap[triton]"],
+    "index_scores": [
+        "named_shapes[triton-v3.2]",
+        "named_shapes[triton-v4-flash]",
+        "vmap[triton]",
+        "every_plan_gives_the_same_bits[table-tile128-tiles2-early1-rows8-triton]",
+    ],
     "kv_pack": [
         "norm_and_rotation_of_every_part[triton-v3.2]",
         "norm_and_rotation_of_every_part[triton-v4-window]",
         "norm_and_rotation_of_every_part[triton-v4-index]",
         "norm_and_rotation_of_every_part[triton-plain-576]",
+        "two_blocks_of_rows_in_a_program[v4-window-32-triton]",
+        "two_blocks_of_rows_in_a_program[v4-index-32-triton]",
+        "two_blocks_of_rows_in_a_program[norm-into-rope-34-triton]",
     ],
     "resolve_slots": [
         "lengths_of_the_specification[triton]",

@@ -392,6 +392,35 @@ def test_norm_and_rotation_of_every_part(case: str, implementation: str) -> None
     assert_close_to(got, layout, slots, given)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+@pytest.mark.parametrize("count", [32, 33, 34])
+@pytest.mark.parametrize("case", PREPARED)
+def test_two_blocks_of_rows_in_a_program(
+    case: str, count: int, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large calls have them where their rows come out even: the bytes are those of one block."""
+    from jmla.kernels.kv_pack import triton
+
+    layout, normed, turned = PREPARED[case]
+    given = prepared(layout, normed, turned, count, ml_dtypes.bfloat16)
+    rows = given.pop("rows").at[5].set(jnp.nan).at[7].set(0)
+    pages = -(-count // layout.page_size) + 1
+    slots = np.random.default_rng(20).permutation(pages * layout.page_size)[:count].astype(np.int32)
+    slots[3:5] = -1, pages * layout.page_size
+    packed = []
+    for many in (8, 1 << 20):
+        monkeypatch.setattr(triton, "MANY_ROWS", many)
+        packed.append(
+            triton.kv_pack(rows, slots, layout.zeros(pages, raw=True), *_operands(given), layout=layout, eps=1e-3)
+        )
+    np.testing.assert_array_equal(np.asarray(packed[0]), np.asarray(packed[1]))
+
+
+def _operands(given: dict[str, Any]) -> tuple[Any, Any, None]:
+    return given["norm_weight"], given["cos_sin"], None
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn])
 def test_rows_of_other_dtypes_are_widened(dtype: Any, implementation: str) -> None:
     layout, normed, turned = PREPARED["norm-into-rope"]

@@ -17,6 +17,7 @@ CASES = {
     "v3.2": (layouts.inline656(64), 512, 64, 64),
     "glm": (layouts.inline656(64, scale_form="float32"), 512, 64, 64),
     "v4-window": (layouts.footer584(256), 512, 64, 64),
+    "v4-window-many": (layouts.footer584(256), 512, 64, 65_536),
     "v4-csa-one-row": (layouts.footer584(64), 512, 64, 1),
     "v3.2-index": (layouts.index132(64), 0, 0, 64),
     "v4-index": (layouts.index132(64), 128, 64, 64),
@@ -27,9 +28,9 @@ CASES = {
     "turned-beyond-rope": (layouts.inline656(4, nope=160, rope=8), 0, 100, 6),
     "plain-odd-width": (layouts.plain(27, "float32", 4), 25, 6, 6),
 }
-USUAL = ("v3.2", "v4-window", "v4-index", "plain-576")
+USUAL = ("v3.2", "v4-window-many", "v4-index", "plain-576")
 SPILLS = 0  # bytes; seen with Triton 3.6 and 3.9
-SHARED = 4096  # bytes; the index rows exchange their rotation's table
+SHARED = 512  # bytes, of rows wider than a warp holds; none else
 
 
 @pytest.mark.parametrize("capability", lowering.CAPABILITIES)
@@ -53,7 +54,7 @@ def test_one_kernel_without_spills(case: str, capability: int) -> None:
         capability=capability,
     )
     assert kernel.spills <= SPILLS, kernel
-    assert kernel.shared <= SHARED, kernel
+    assert kernel.shared <= (0 if case in USUAL else SHARED), kernel
 
 
 @pytest.mark.parametrize("layout", [layouts.footer584(64), layouts.plain(576, "bfloat16", 64)], ids=lambda v: v.name)

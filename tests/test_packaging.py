@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONAL = ["cutlass", "jax_triton", "triton", "tokamax", "huggingface_hub", "matplotlib", "fastapi"]
+OPTIONAL = ["cutlass", "jax_triton", "triton", "tokamax", "orbax", "huggingface_hub", "matplotlib", "fastapi"]
 
 
 def python(code, *flags, **environment):

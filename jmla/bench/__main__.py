@@ -1,4 +1,4 @@
-"""``python -m jmla.bench kernels`` and ``python -m jmla.bench profile``; ``--help`` shows their options."""
+"""``python -m jmla.bench kernels``, ``profile`` and ``serve``; ``--help`` shows their options."""
 
 import enum
 import os
@@ -52,6 +52,69 @@ def profile(
     if jax.default_backend() != "gpu":
         raise SystemExit("jmla.bench profile needs an NVIDIA GPU; for the CPU path see benchmarks/cpu.py")
     run(FLASH, kind or ("csa", "hca"), rows or (64, 1), context, json, picture)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Checkpoint directory or hub id.", show_default="the bundled model")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help='File of requests, JSON lines: {"arrival": seconds from the start, "prompt": text | "prompt_ids": '
+            '[...] | "prompt_tokens": number of random ids, "max_new_tokens": N, "salt": text, "priority": N}; the '
+            "last two are optional. Without it the next six options make the requests."
+        ),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests, or chats of --turns requests. Default: 16.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Arrivals a second, a Poisson process; 0: all at once. Default: 0.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Random ids of a turn's own. Default: 64:256.")
+    ] = None,
+    new_tokens: Annotated[str | None, typer.Option(metavar="A:B", help="Tokens to make. Default: 16:64.")] = None,
+    shared_prefix: Annotated[
+        int | None, typer.Option(help="Ids before those that all prompts begin with. Default: 0.")
+    ] = None,
+    turns: Annotated[
+        int | None,
+        typer.Option(help="Of a chat; the next one's prompt holds the last one's prompt and answer. Default: 1."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    max_requests: Annotated[int, typer.Option(help="Requests that run at a time.")] = 8,
+    pages: Annotated[int | None, typer.Option(help="Of 256 tokens. Default: the engine's.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens of a pass. Default: the model's.")] = None,
+    decode_steps: Annotated[int, typer.Option(help="Tokens of each request in a launch of the decode loop.")] = 8,
+    no_prefix_reuse: Annotated[bool, typer.Option("--no-prefix-reuse", help="Keep no pages for later.")] = False,
+    end_tokens: Annotated[
+        bool, typer.Option("--end-tokens", help="Let end tokens end requests, which else make all of their tokens.")
+    ] = False,
+    json: Annotated[str | None, typer.Option(help="File for the figures, settings, hardware and versions.")] = None,
+) -> None:
+    """Serve a trace of requests: throughput, latencies, prefix hits.
+
+    Before the clock starts random prompts of the same shapes are served, so that compilation is not measured.
+    """
+    from jmla.bench.serve import run
+
+    given = {
+        "requests": requests,
+        "rate": rate,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "shared_prefix": shared_prefix,
+        "turns": turns,
+    }
+    options = {
+        "max_requests": max_requests,
+        "pages": pages,
+        "prefill_chunk": prefill_chunk,
+        "decode_steps": decode_steps,
+        "prefix_reuse": not no_prefix_reuse,
+    }
+    run(model, trace, given, seed, options, end_tokens, json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 from jmla import models
 from jmla.decoding import Made, Rows, choose
 from jmla.models import Model, PagedCache
-from jmla.models.cache import place_row, put_rows, record_boundaries, take_rows
+from jmla.models.cache import copy_pages, place_row, put_rows, record_boundaries, take_rows
 from jmla.models.inputs import on_device
 from jmla.sampling import History, RowParams
 
@@ -22,6 +22,9 @@ def place(
     row: jax.Array,
     length: jax.Array,
     record: jax.Array,
+    source: jax.Array,
+    pages: jax.Array,
+    window_pages: jax.Array,
     limit: jax.Array,
     prompt: jax.Array,
     prompt_length: jax.Array,
@@ -36,6 +39,9 @@ def place(
         row: the row.
         length: tokens that its pages hold already.
         record: of the states behind them, -1 for none.
+        source: a row whose states it goes on with in place of those, -1 for none.
+        pages: ``[1, 2]`` a page to copy, from and to, -1 for none.
+        window_pages: likewise.
         limit: tokens that the request may make.
         prompt: ``[P]`` tokens that the penalties count as prompt, ``prompt_length`` of them.
         prompt_length: see ``prompt``.
@@ -54,7 +60,8 @@ def place(
         limit=rows.limit.at[row].set(limit),
         history=history,
     )
-    return place_row(cache, row, length, record), rows
+    cache = copy_pages(cache, pages, window_pages)
+    return place_row(cache, row, length, record, source), rows
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))

@@ -170,7 +170,8 @@ class Engine:
             priority: higher runs first, and may take the place of lower.
             deadline: seconds from now after which the request ends with what it has ("deadline").
             salt: prefixes are shared only among requests of one salt, for instance a tenant's.
-            callback: called with each piece of text (token id without a tokenizer) from within ``step``.
+            callback: called with each piece of text (token id without a tokenizer) from within ``step``. Not with
+                several completions.
 
         Raises:
             TypeError, ValueError: a bad prompt or option.
@@ -182,6 +183,8 @@ class Engine:
         check_text("salt", salt)
         ids = encode(self._model, 0, prompt)
         (params,) = complete_params(self._model, sampling, 1, [len(ids)], max_new_tokens, stop)
+        if callback is not None and params.draws > 1:
+            raise ValueError(f"Expected no callback where several completions are drawn, got n={params.n}")
         level = check_integer("priority", priority, -(2**31), 2**31 - 1)
         seconds = None if deadline is None else check_number("deadline", deadline, 0, np.inf)
         return self._queue(ids, params, level, seconds, salt, callback)
@@ -195,22 +198,22 @@ class Engine:
         salt: str = "",
         callback: Callable[[str | int], None] | None = None,
     ) -> Handle:
-        pieces: list[str | int] = []
-
-        def take(_: int, piece: str | int) -> None:
-            pieces.append(piece)
-            if callback is not None:
-                callback(piece)
-
         with self._lock:
-            number = self._submitted
-            output = Output(number, params, frozenset(self._ends), self._tokenizer, take)
             limit = None if seconds is None else self._clock() + seconds
-            request = Request(number, ids, params, output, priority, limit, salt, pieces=pieces)
-            self._submitted += 1
-            self.stats.submitted += 1
-            self._waiting.append(request)
-            return Handle(self, request)
+            requests = []
+            for index in range(params.draws):
+                pieces: list[str | int] = []
+                one = params.choice(index) if params.draws > 1 else params
+                output = Output(self._submitted, one, frozenset(self._ends), self._tokenizer, _taker(pieces, callback))
+                requests.append(Request(self._submitted, ids, one, output, priority, limit, salt, pieces=pieces))
+                self._submitted += 1
+            first, *branches = requests
+            for branch in branches:
+                branch.source = first
+            first.branches = branches
+            self.stats.submitted += len(requests)
+            self._waiting += requests
+            return Handle(self, requests, params)
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request where it stands; its pages are back when this returns, or from a callback when the step does.
@@ -220,7 +223,7 @@ class Engine:
         if not isinstance(handle, Handle) or handle._engine is not self:
             raise TypeError(f"Expected handle={shown(handle)} to be a Handle that this engine gave out")
         with self._lock:
-            self._cancelled.append(handle._request)
+            self._cancelled += handle._requests
             if not self._stepping:  # else called from a callback: the step's work is done first
                 self._end_cancelled()
 
@@ -269,6 +272,8 @@ class Engine:
 
     def _step(self) -> None:
         self._expire()
+        for request in [r for r in self._running if r is not None and r.branches]:
+            self._branch(request)
         self._admit()
         prompts = self._next_chunks()
         if prompts:
@@ -332,55 +337,116 @@ class Engine:
                 self._end(request, "deadline")
 
     def _admit(self) -> None:
-        while self._waiting:
-            request = min(self._waiting, key=lambda r: r.rank)
+        while waiting := [r for r in self._waiting if r.source is None]:
+            request = min(waiting, key=lambda r: r.rank)
             path, known = self._index.match(request.tokens, request.salt) if self._reuse else ([], 0)
             running = [r for r in self._running if r is not None]
             lower = [r for r in running if r.priority < request.priority]
-            if self._fits(request, path, running):
+            pages = [node.page for node in path]
+            if self._fits(request, pages, running):
                 self._place(request, path, known)
-            elif lower and self._fits(request, path, [r for r in running if r not in lower], lower):
+            elif lower and self._fits(request, pages, [r for r in running if r not in lower], lower):
                 self._preempt(max(lower, key=lambda r: r.rank))
             else:
                 return
 
-    def _fits(self, request: Request, path: list[Node], beside: list[Request], instead: Sequence[Request] = ()) -> bool:
-        """Whether a row and pages are left for a request, ``instead`` of some and ``beside`` the other running ones.
+    def _fits(self, request: Request, pages: list[int], beside: list[Request], instead: Sequence[Request] = ()) -> bool:
+        """Whether a row and pages are left for a request that reads ``pages`` of others, ``instead`` of some.
 
-        Those still have to take pages for tokens that they know, and soon one each for those that they make.
+        Those ``beside`` it still have to take pages for tokens that they know, and soon one each for what they make.
         """
         if len(beside) == len(self._running):
             return False
         if not beside:
             return True  # every request fits alone
         room = self.free_pages + sum(self._index.only_reader(page) for r in instead for page in r.pages)
-        room -= sum(self._index.only_kept(node.page) for node in path)  # would be read, and not be free
+        room -= sum(self._index.only_kept(page) for page in pages)  # would be read, and not be free
         promised = sum(max(self._pages_of(r.known + 1) - len(r.pages), 0) for r in beside)
-        need = self._pages_of(request.known + 1) - len(path)
+        need = self._pages_of(request.known + 1) - len(pages)
         return need + promised + len(beside) <= room
 
     def _place(self, request: Request, path: list[Node], known: int) -> None:
         """Gives a request a row and the pages of its prefix; ``known`` more or as many have nodes."""
         for node in path:
-            self._pages.share(node.page)
             self._index.touch(node)
+        request.node = path[-1] if path else self._index.root(request.salt)
+        request.known_pages = known  # those without a resume point end a chunk, and get one
+        record, windows = -1, {}
+        if self._windows is not None and path:
+            record = path[-1].record
+            windows[len(path) - 1] = self._windows.share(path[-1].window)
+        pages = [self._pages.share(node.page) for node in path]
+        self._seat(request, len(path) * PAGE_TOKENS, pages, windows, record=record)
+
+    def _branch(self, source: Request) -> None:
+        """Once a request has read its prompt but for the last token: lets those that wait for its pages read them.
+
+        Those for which there is no room now are on their own.
+        """
+        if source.length < source.known - 1:
+            return
+        branches = source.branches
+        source.let_branches_go()
+        full, open_ = divmod(source.length, PAGE_TOKENS)
+        for branch in branches if source.length else []:
+            running = [r for r in self._running if r is not None]
+            if branch.ended or not self._fits(branch, source.pages[:full], running):
+                continue
+            copy = self._take(self._pages, self._index.give_back_page) if open_ else None
+            if open_ and copy is None:
+                continue
+            pages = [self._pages.share(page) for page in source.pages[:full]]
+            windows, pairs = {}, [(-1, -1), (-1, -1)]
+            if copy is not None:
+                pages.append(copy)
+                pairs[0] = source.pages[full], copy
+            for ordinal, page in source.windows.items():
+                if self._windows is None:
+                    break
+                if ordinal < full:
+                    windows[ordinal] = self._windows.share(page)
+                else:
+                    windows[ordinal] = self._take_window()
+                    pairs[1] = page, windows[ordinal]
+            branch.node, branch.known_pages = source.node, source.known_pages
+            self._seat(branch, source.length, pages, windows, source=source.row, noted=source.noted, pairs=pairs)
+
+    def _seat(
+        self,
+        request: Request,
+        length: int,
+        pages: list[int],
+        windows: dict[int, int],
+        *,
+        record: int = -1,
+        source: int = -1,
+        noted: int | None = None,
+        pairs: Sequence[tuple[int, int]] = ((-1, -1), (-1, -1)),
+    ) -> None:
+        """Gives a request a row whose pages hold ``length`` tokens.
+
+        Args:
+            request: that waits.
+            length: tokens.
+            pages: which the request holds now.
+            windows: likewise, by ordinal.
+            record: of the states behind the tokens, or -1.
+            source: the row that has those states, or -1.
+            noted: full pages that are known to the index; default: all.
+            pairs: a page and a window page to be copied first, from and to, or -1.
+        """
         self._waiting.remove(request)
         row = self._running.index(None)
         self._running[row] = request
-        request.row, request.active = row, False
-        request.pages = [node.page for node in path]
-        request.noted, request.length = len(path), len(path) * PAGE_TOKENS
-        request.node = path[-1] if path else self._index.root(request.salt)
-        request.known_pages = known  # those without a resume point end a chunk, and get one
-        self._table[row, : len(path)] = request.pages
-        record = -1
-        if self._windows is not None and path:
-            record = path[-1].record
-            self._hold_window(request, len(path) - 1, self._windows.share(path[-1].window))
+        request.row, request.active, request.length, request.pages = row, False, length, pages
+        request.noted = length // PAGE_TOKENS if noted is None else noted
+        self._table[row, : len(pages)] = pages
+        for ordinal, page in windows.items():
+            self._hold_window(request, ordinal, page)
         if request.cached is None:
-            request.cached = request.length
+            request.cached = length
             self.stats.prompt_tokens += len(request.prompt)
-            self.stats.cached_tokens += request.length
+            self.stats.cached_tokens += length
         running = [DEFAULTS if r is None else r.params for r in self._running]
         self._params = RowParams.pack(running)
         made = np.asarray(request.output.ids, np.int32)
@@ -389,8 +455,11 @@ class Engine:
                 self._cache,
                 self._rows,
                 np.int32(row),
-                np.int32(request.length),
+                np.int32(length),
                 np.int32(record),
+                np.int32(source),
+                np.array(pairs[:1], np.int32),
+                np.array(pairs[1:], np.int32),
                 np.int32(request.params.max_new_tokens or 0),
                 _padded(request.prompt),
                 np.int32(len(request.prompt)),
@@ -400,6 +469,7 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's row and pages; it waits to be computed again from its tokens."""
+        request.let_branches_go()
         self._release(request)
         self._waiting.append(request)
         request.preempted += 1
@@ -426,6 +496,7 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         """Takes an ended request out."""
+        request.let_branches_go()
         if request in self._waiting:
             self._waiting.remove(request)
         if request.row >= 0:
@@ -491,11 +562,15 @@ class Engine:
         if self._windows is not None:
             for ordinal in range(self._first_window(request.length), (request.length + count - 1) // PAGE_TOKENS + 1):
                 if ordinal not in request.windows:
-                    page = self._take(self._windows, self._index.give_back_resume)
-                    if page is None:
-                        raise RuntimeError(f"Expected {self._windows.size} window pages to be enough for all rows")
-                    self._hold_window(request, ordinal, page)
+                    self._hold_window(request, ordinal, self._take_window())
         return True
+
+    def _take_window(self) -> int:
+        """A free page of the window stream."""
+        page = None if self._windows is None else self._take(self._windows, self._index.give_back_resume)
+        if page is None or self._windows is None:
+            raise RuntimeError(f"Expected {self._sizes['window_pages']} window pages to be enough for all rows")
+        return page
 
     def _take_record(self) -> int:
         """Where states at the end of a page can go; -1 if there is no place."""
@@ -536,6 +611,8 @@ class Engine:
             if request.row < 0:  # gave its pages to one before it
                 continue
             count = min(self._chunk, request.known - request.length, max(left, 1 if not chosen else 0))
+            if request.branches:  # which read the last token for themselves, and choose the next
+                count = min(count, request.known - 1 - request.length)
             end = request.length + count
             known = request.known_pages * PAGE_TOKENS
             whole = known if request.length < known < end else end // PAGE_TOKENS * PAGE_TOKENS
@@ -656,6 +733,17 @@ class Engine:
 
     def _load_tables(self) -> None:
         self._cache = device.with_tables(self._cache, self._table, self._window_table)
+
+
+def _taker(pieces: list[str | int], callback: Callable[[str | int], None] | None) -> Callable[[int, str | int], None]:
+    """Keeps pieces for a handle, and gives them to the caller."""
+
+    def take(_: int, piece: str | int) -> None:
+        pieces.append(piece)
+        if callback is not None:
+            callback(piece)
+
+    return take
 
 
 def _padded(ids: np.ndarray) -> np.ndarray:

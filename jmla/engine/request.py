@@ -1,12 +1,12 @@
 """What an engine knows of a request, and what its caller holds."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jmla.completion import Completion, Output
+from jmla.completion import Completion, Output, chosen
 from jmla.engine.prefixes import Node
 from jmla.sampling import SamplingParams
 
@@ -36,6 +36,8 @@ class Request:
         known_pages: pages of its tokens that the index knew when it was placed, with a resume point or without.
         cached: tokens read from earlier requests' pages, when it was first placed.
         pieces: what iterating over the handle has not given out yet.
+        source: another request for the same prompt, whose pages this one waits for.
+        branches: requests that wait for this one's pages.
     """
 
     number: int
@@ -57,6 +59,8 @@ class Request:
     preempted: int = 0
     error: BaseException | None = None
     pieces: list[str | int] = dataclasses.field(default_factory=list)
+    source: "Request | None" = None
+    branches: list["Request"] = dataclasses.field(default_factory=list)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -67,6 +71,12 @@ class Request:
     def known(self) -> int:
         """Number of ``tokens``."""
         return len(self.prompt) + len(self.output.ids)
+
+    def let_branches_go(self) -> None:
+        """Nobody waits for this request's pages any more."""
+        for branch in self.branches:
+            branch.source = None
+        self.branches = []
 
     @property
     def ended(self) -> bool:
@@ -79,10 +89,17 @@ class Request:
 
 
 class Handle:
-    """A request that was submitted: iterate over its pieces as they are made, or wait for its result."""
+    """A prompt that was submitted: iterate over its pieces as they are made, or wait for its result.
 
-    def __init__(self, engine: "Engine", request: Request):
-        self._engine, self._request = engine, request
+    Where several completions were asked for, numbers and tokens are those of the first.
+    """
+
+    def __init__(self, engine: "Engine", requests: Sequence[Request], params: SamplingParams):
+        self._engine, self._requests, self._params = engine, tuple(requests), params
+
+    @property
+    def _request(self) -> Request:
+        return self._requests[0]
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "waiting" if self._request.row < 0 else "running"
@@ -90,7 +107,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        return self._request.ended
+        return all(request.ended for request in self._requests)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -104,8 +121,8 @@ class Handle:
 
     @property
     def preemptions(self) -> int:
-        """How often the request gave its pages back and was computed again."""
-        return self._request.preempted
+        """How often requests gave their pages back and were computed again."""
+        return sum(request.preempted for request in self._requests)
 
     def cancel(self) -> None:
         """Ends the request where it stands; its pages are back when this returns."""
@@ -119,12 +136,22 @@ class Handle:
         """
         while not self.done:
             self._engine.step()
-        if self._request.error is not None:
-            raise self._request.error
-        return self._request.output.completion()
+        for request in self._requests:
+            if request.error is not None:
+                raise request.error
+        return chosen([request.output for request in self._requests], self._params)
 
     def __iter__(self) -> Iterator[str | int]:
-        """Pieces of text (token ids without a tokenizer) as they become certain; steps the engine meanwhile."""
+        """Pieces of text (token ids without a tokenizer) as they become certain; steps the engine meanwhile.
+
+        Raises:
+            ValueError: several completions were asked for.
+        """
+        if len(self._requests) > 1:
+            raise ValueError(f"Expected one completion to iterate over, {len(self._requests)} are drawn: use result()")
+        return self._pieces()
+
+    def _pieces(self) -> Iterator[str | int]:
         request = self._request
         while True:
             done = self.done  # before looking: another thread may step meanwhile

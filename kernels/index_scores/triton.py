@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from .. import launch as launcher
 from ..fallback import with_xla_rules
 from ..launch import launch
 from ..layouts import KVLayout, is_raw
 from . import xla
 
-TILE = 64  # keys; twice as many where blocks are DOUBLED (row, head) pairs wide and MANY tiles fall to each program
-DOUBLED, MANY = 128, 16
+TILE = 64  # keys; twice as many on sm_90 where blocks are DOUBLED (row, head) pairs wide and keys are many
+DOUBLED, MANY = 128, 16  # MANY tiles in a row of the table, and for each program
 WIDEST = 256  # (row, head) pairs of a block
 FUSED = 128  # widest blocks that quantise their own queries
 QUANTISED = 64  # (row, head) pairs, the fewest that are rotated in one product
@@ -307,8 +308,9 @@ def plan(
     rows = max(rows, QUANTISED // slots, 1)
     blocks = -(-steps // rows)
     fits = size == 1 and 2 * TILE in (2 * layout.page_size, math.gcd(2 * TILE, layout.page_size))
-    many = requests * blocks * columns >= MANY * PROGRAMS * TILE
-    doubled = rows * slots == DOUBLED and fits and many
+    many = columns >= MANY * TILE and requests * blocks * columns >= MANY * PROGRAMS * TILE
+    # Elsewhere the two tiles lay heads out in different ways, and bits would depend on the rows beside a row.
+    doubled = rows * slots == DOUBLED and fits and many and 90 <= launcher.capability() < 100
     tile = choices.get("tile", 2 * TILE if doubled else TILE)
     tiles = -(-columns // tile)
     share = max(1, -(-requests * blocks * tiles // PROGRAMS))

@@ -61,10 +61,10 @@ def sparse_mla(
     padded. With "triton" that takes ``deterministic``, and index rows of the same widths; else it holds up to rounding.
 
     "triton" multiplies bfloat16 values, and leaves float32 queries and pools to "xla". On sm_90 it has a kernel of its
-    own for V4 and V3.2 rows and more than 16 heads. That one reads the scales of inline layouts whose ``scale_form`` is
-    "power_of_two" in bfloat16, which is exact for such scales, and rounds dequantised keys under "float32" ones to
-    bfloat16, as FlashMLA does. A NaN code under a finite scale, which no writer makes, it may read as 480. "portable",
-    which serves where it is named, is the kernel of the other GPUs there too, and rounds no key.
+    own for the rows of the released models and more than 16 heads. That one reads the scales of inline layouts whose
+    ``scale_form`` is "power_of_two" in bfloat16, which is exact for such scales, and rounds dequantised keys under
+    "float32" ones to bfloat16, as FlashMLA does. A NaN code under a finite scale, which no writer makes, it may read as
+    480. "portable", which serves where it is named, is the kernel of the other GPUs there too, and rounds no key.
     Differentiable in ``q``, ``sinks`` and typed plain pools. ``jax.vmap`` works.
 
     Args:
@@ -85,7 +85,7 @@ def sparse_mla(
         deterministic: whether a row is always cut into shares of 512 columns ("triton"); else the number of shares
             depends on the shapes, and their size on the row's lengths. Either way results repeat bitwise. "xla" has no
             shares.
-        implementation: "triton" or "xla", or None for the best.
+        implementation: "triton", "portable" or "xla", or None for the best.
 
     Returns:
         ``(out, lse)``: out ``[..., H, v_dim]`` of q's dtype (bfloat16 for e4m3), and natural lse ``[..., H]`` float32,

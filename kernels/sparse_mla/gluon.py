@@ -9,7 +9,8 @@ the ends of a program cost is shared too: the producers write half of the output
 
 Codes are not converted but placed: the bits of an e4m3 code, moved into those of a bf16, are 2^-120 times its value.
 One bf16 product with ``scale * 2^60`` leaves 2^-60 times the value, for any scale up to 2^67; the queries carry 2^60,
-and the output is multiplied by it at the end.
+and the output is multiplied by it at the end. A scale that is no power of two is the sum of two bf16 values: a product
+and an fma, of which the second rounds.
 
 Partial outputs of splits are float16 under powers of two, since the bytes of float32 are what a small batch waits for.
 """

@@ -78,7 +78,7 @@ class Plan:
         stride: bytes from page to page, of each pool.
         footer: byte of a page at which the scales start, of each pool.
         scale_row: bytes of the scales of a row in the footer.
-        powers: whether all scales are powers of two.
+        powers: whether all scales are powers of two, for the kernel in gluon.py.
         heads: H.
         block_heads: heads of a program.
         block: slots of a step.
