@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jmla.batching import bucket
 from jmla.bench import serve
 from jmla.bench.__main__ import app
 from jmla.bench.serve import Chat, Served
-from jmla.engine.engine import _rectangles
+from jmla.engine import Engine
 from jmla.requests import end_token_ids
 from jmla.text import TextSupport
 from tests.tiny import tiny_model
@@ -184,7 +183,7 @@ def test_synthetic_traces():
 def test_bad_options_are_one_line(monkeypatch, arguments, message):
     if "such" not in arguments[0]:
         monkeypatch.setattr(serve, "load", lambda _: tiny_model("v32"))
-    monkeypatch.setattr(serve, "warm_up", lambda *_: pytest.fail("compiles"))
+    monkeypatch.setattr(Engine, "warmup", lambda *_: pytest.fail("compiles"))
     options = ["--prompt-tokens", "300:400"] if "--pages" in arguments else []
     said = str(CliRunner().invoke(app, ["serve", *arguments, *options]).exception)
     assert said.startswith("Error: ")
@@ -264,27 +263,6 @@ def test_a_chat_ends_with_a_turn_that_does_not_finish():
     served = serve.serve(engine, chats, engine.clock, engine.sleep)
     assert [s.outcome for s in served] == ["failed", "cancelled", "finished", "finished"]
     assert serve.figures(served)["error"] == "FloatingPointError: not numbers"
-
-
-@pytest.mark.parametrize(("rows", "chunk", "longest"), [(2, 256, 700), (8, 512, 511), (1, 16, 9), (8, 2048, 3000)])
-def test_warm_up_runs_each_shape_once(rows, chunk, longest):
-    """Its prompts make one pass, of as many rows and as wide as no other's."""
-    shapes = set()
-    for prompts in serve._passes(rows, chunk, longest, 9):
-        assert len(prompts) <= rows
-        assert all(count <= min(longest, chunk) and (count <= 256 or count % 256 == 0) for count in prompts)
-        assert sum(prompts) <= chunk + rows
-        assert len(_rectangles([(None, count) for count in prompts])) == 1
-        shapes.add((bucket(len(prompts)), sum(max(prompts) > width for width in (16, 64, 256, 1024))))
-    assert len(shapes) == len(list(serve._passes(rows, chunk, longest, 9)))
-    assert {(1, 0), (bucket(rows), 0)} <= shapes
-
-
-def test_warm_up_runs_chunks_that_begin_within_a_page():
-    passes = list(serve._passes(6, 512, 700, 9))
-    assert [512, 1] in passes
-    assert [256, 9, 512, 130, 129] in passes  # of the third, 253 are read beside the first two, and then 259
-    assert list(serve._passes(6, 512, 700, 1)) == [[16], [64], [256], [512]]
 
 
 def invoke(monkeypatch, tmp_path, *arguments):

@@ -1,4 +1,4 @@
-"""Random work for an engine: submissions, steps, cancellations, deadlines, priorities; each result as if alone."""
+"""Random work for an engine: submissions, forks, steps, cancellations, deadlines, priorities; each as if alone."""
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ SAMPLING = [
     SamplingParams(max_new_tokens=9),
     SamplingParams(max_new_tokens=12, temperature=1.0, seed=5),
     SamplingParams(max_new_tokens=1, repetition_penalty=1.3),
+    SamplingParams(max_new_tokens=6, temperature=1.0, seed=2, n=3),
 ]
 
 
@@ -79,12 +80,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self):
         self.engine.run()
-        for handle, request in self.asked:
-            got, want = handle.result(), alone(self.family, *request)
-            if got.finish_reason in ("cancelled", "deadline"):
-                assert got.token_ids == want.token_ids[: len(got.token_ids)]
-            else:
-                assert got == want
+        for handle, (tokens, sampling) in self.asked:
+            assert handle.done
+            for i, request in enumerate(handle._requests):
+                got, want = request.output.completion(), alone(self.family, tokens, sampling.choice(i))
+                if got.finish_reason in ("cancelled", "deadline"):
+                    assert got.token_ids == want.token_ids[: len(got.token_ids)]
+                else:
+                    assert got == want
         self.every_page_is_accounted_for()
 
 

@@ -95,7 +95,7 @@ def serve(
 ) -> None:
     """Serve a trace of requests: throughput, latencies, prefix hits.
 
-    Before the clock starts random prompts of the same shapes are served, so that compilation is not measured.
+    Before the clock starts everything that the engine can run is compiled.
     """
     from jmla.bench.serve import run
 

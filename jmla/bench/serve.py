@@ -23,14 +23,12 @@ import jax
 import numpy as np
 
 from jmla import bundled
-from jmla.batching import SMALLEST_CHUNK, bucket
 from jmla.bench.kernels import hardware
 from jmla.engine import Engine
 from jmla.engine.request import Handle
 from jmla.loading import load
 from jmla.models import Model
 from jmla.models.config.common import shown
-from jmla.models.spec import PAGE_TOKENS
 from jmla.requests import encode
 from jmla.sampling import SamplingParams
 from jmla.values import check_integer, check_number, check_text
@@ -299,59 +297,6 @@ def serve(
 # ---- compilation
 
 
-def _beside(largest: int, others: int, unit: int = 1) -> list[int]:
-    """The least, in units, that ``others`` hold so that they run in one rectangle with the largest."""
-    base, more = divmod(largest // unit * (others - 1), others) if others else (0, 0)
-    return [max((base + (i < more)) * unit, 1) for i in range(others)]
-
-
-def _passes(rows: int, chunk: int, longest: int, together: int) -> Iterator[list[int]]:
-    """Tokens of prompts that make the engine run a pass, for each shape that one of ``together`` requests can have.
-
-    Rows of a pass are a power of two, of which more than half is used; widths are those of the engine.
-    """
-    budget = chunk + rows
-    for others in (size // 2 for size in (1 << i for i in range(bucket(min(rows, together)).bit_length()))):
-        least, width = 1, SMALLEST_CHUNK
-        while least <= min(longest, chunk):
-            largest = min(width, longest, chunk, budget // max(others, 1))
-            unit = PAGE_TOKENS if largest > PAGE_TOKENS else 1  # chunks of several pages end with one
-            whole = largest // unit * unit
-            if whole >= least:
-                yield [whole, *_beside(whole, others, unit)]
-            elif least <= largest and whole + unit <= longest and max(_beside(largest, others), default=0) <= unit:
-                # As long only if it begins within a page: those before it leave that much of a first step to it.
-                before = divmod(budget - (whole + unit - largest), unit)
-                yield [n for n in (before[0] * unit, before[1], whole + unit, *_beside(largest, others)) if n]
-            least, width = width + 1, width * 4
-
-
-def warm_up(engine: Engine, chats: Sequence[Chat], rows: int, seed: int) -> None:
-    """Serves random prompts for which all is compiled that the requests need, but for rare cases (preemption).
-
-    That is a pass over each power of two of prompts by each width of a chunk, the decode loop, and taking in a prompt
-    of each power of two of tokens.
-    """
-    rng, spec = np.random.default_rng([seed, 2]), engine._model.spec
-    longest = max(chat.tokens - chat.turns[-1][1] for chat in chats)
-
-    def submit(tokens: int, new: int = 1) -> Handle:
-        ids = rng.integers(spec.config.vocab_size, size=tokens)
-        return engine.submit(ids, sampling=NO_STOP, max_new_tokens=new)
-
-    for prompts in _passes(rows, spec.prefill_chunk, longest, len(chats)):
-        for tokens in prompts:
-            submit(tokens)
-        engine.run()
-    for size in range(PAGE_TOKENS.bit_length(), bucket(longest).bit_length()):
-        handle = submit((1 << size) // 2 + 1)
-        engine.step()
-        handle.cancel()
-    submit(1, 2)
-    engine.run()
-    engine.forget_prefixes()
-
-
 @contextlib.contextmanager
 def compilations() -> Iterator[list[float]]:
     """The seconds of each compilation while the context is open."""
@@ -420,7 +365,7 @@ def report(found: dict[str, Any]) -> str:
         "({prompt_tokens} and {output_tokens} tokens).",
         "Prefix hits: {cached_tokens} of {prompt_tokens} prompt tokens ({prefix_hits:.1%}).",
         "Compilations while the clock ran: {compilations} ({compilation_seconds:.1f} s); in the warm-up before it: "
-        "{warm_up_compilations} ({warm_up_seconds:.1f} s with its requests).",
+        "{warm_up_compilations} ({warm_up_seconds:.1f} s).",
         "",
         "| ms | mean | p50 | p99 |",
         "|---|---|---|---|",
@@ -458,7 +403,7 @@ def prepare(
         chats = read_trace(trace)
     loaded = load(bundled.path() if model is None else model)
     engine = Engine(loaded if end_tokens else without_ends(loaded), **options)
-    chats = with_ids(chats, loaded, engine._model.spec.max_seq_len, seed, drawn.get("shared_prefix", 0))
+    chats = with_ids(chats, loaded, engine.max_seq_len, seed, drawn.get("shared_prefix", 0))
     settings = {"model": model or bundled.NAME, "trace": trace, **drawn, "seed": seed, **options}
     return engine, chats, settings | {"end_tokens": end_tokens}
 
@@ -494,7 +439,7 @@ def run(
     print(", ".join(f"{name}={value}" for name, value in settings.items() if value is not None), flush=True)
     start = time.monotonic()
     with compilations() as before:
-        warm_up(engine, chats, options["max_requests"], seed)
+        engine.warmup()
     found: dict[str, Any] = {"warm_up_seconds": time.monotonic() - start, "warm_up_compilations": len(before)}
     with compilations() as during:
         found |= figures(serve(engine, chats))

@@ -26,10 +26,9 @@ def place(
     pages: jax.Array,
     window_pages: jax.Array,
     limit: jax.Array,
+    tokens: jax.Array,
     prompt: jax.Array,
-    prompt_length: jax.Array,
     made: jax.Array,
-    made_length: jax.Array,
 ) -> tuple[PagedCache, Rows]:
     """Gives a row to a request.
 
@@ -43,19 +42,19 @@ def place(
         pages: ``[1, 2]`` a page to copy, from and to, -1 for none.
         window_pages: likewise.
         limit: tokens that the request may make.
-        prompt: ``[P]`` tokens that the penalties count as prompt, ``prompt_length`` of them.
-        prompt_length: see ``prompt``.
-        made: ``[M]`` tokens that it has made before, ``made_length`` of them.
-        made_length: see ``made``.
+        tokens: ``[N]`` its prompt, and behind it what it has made before.
+        prompt: tokens of the prompt.
+        made: tokens made.
     """
     vocab = rows.history.counts.shape[1]
-    seen = History.start(prompt[None], prompt_length[None], vocab).prompt[0]
-    ids = jnp.where(jnp.arange(len(made)) < made_length, made, vocab)  # past the end: dropped
+    seen = History.start(tokens[None], prompt[None], vocab).prompt[0]
+    place = jnp.arange(len(tokens))
+    ids = jnp.where((place >= prompt) & (place < prompt + made), tokens, vocab)  # others are dropped
     counts = jnp.zeros(vocab, jnp.int32).at[ids].add(1, mode="drop")
     history = History(rows.history.prompt.at[row].set(seen), rows.history.counts.at[row].set(counts))
     rows = replace(
         rows,
-        made=rows.made.at[row].set(made_length),
+        made=rows.made.at[row].set(made),
         active=rows.active.at[row].set(False),
         limit=rows.limit.at[row].set(limit),
         history=history,

@@ -1,9 +1,10 @@
 """The engine: admits requests to the rows of a cache, and decides for each step who computes what on which pages."""
 
 import dataclasses
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jmla.decoding import BLOCK, Rows, compiled_block
 from jmla.engine import device
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
+from jmla.engine.programs import Job, Programs, default_workers
 from jmla.engine.request import Handle, Request
 from jmla.kernels import dispatch
 from jmla.models import Model
@@ -141,6 +143,7 @@ class Engine:
         self._ends = end_token_ids(model)
         self._end_ids = end_token_array(self._ends)
         self._tokenizer = model.text.tokenizer if model.text is not None else None
+        self._programs = Programs()
         self._lock = threading.RLock()
         self._stepping = False
         self._cancelled: list[Request] = []
@@ -311,6 +314,29 @@ class Engine:
             for handle in handles:
                 handle.cancel()
 
+    def warmup(self, *, workers: int | None = None, progress: bool | None = None) -> None:
+        """Compiles everything that this engine can run, before the first request waits for it.
+
+        With JAX's persistent compilation cache (``JAX_COMPILATION_CACHE_DIR``) a second process finds all of it there.
+
+        Args:
+            workers: threads that compile at a time; default: one for each processor, at most 16.
+            progress: whether a bar is drawn; default: where the error output is a terminal.
+
+        Raises:
+            TypeError, ValueError: a bad option.
+        """
+        count = default_workers() if workers is None else check_integer("workers", workers, 1)
+        shown_ = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
+        with self._lock, dispatch.following(self._model.params, self._cache):
+            self._load_tables()
+            self._programs.compile(list(self._jobs()), count, shown_)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its completion, at most."""
+        return self._model.spec.max_seq_len
+
     @property
     def busy(self) -> bool:
         """Whether requests are waiting or running."""
@@ -449,23 +475,22 @@ class Engine:
             self.stats.cached_tokens += length
         running = [DEFAULTS if r is None else r.params for r in self._running]
         self._params = RowParams.pack(running)
-        made = np.asarray(request.output.ids, np.int32)
-        with dispatch.following(self._model.params, self._cache):
-            self._cache, self._rows = device.place(
-                self._cache,
-                self._rows,
-                np.int32(row),
-                np.int32(length),
-                np.int32(record),
-                np.int32(source),
-                np.array(pairs[:1], np.int32),
-                np.array(pairs[1:], np.int32),
-                np.int32(request.params.max_new_tokens or 0),
-                _padded(request.prompt),
-                np.int32(len(request.prompt)),
-                _padded(made),
-                np.int32(len(made)),
-            )
+        tokens = _padded(request.tokens)
+        numbers = [np.int32(x) for x in (row, length, record, source)]
+        pages_to_copy = [np.array([pair], np.int32) for pair in pairs]
+        limit, prompt, made = request.params.max_new_tokens or 0, len(request.prompt), len(request.output.ids)
+        self._cache, self._rows = self._run(
+            device.place,
+            tokens.shape,
+            self._cache,
+            self._rows,
+            *numbers,
+            *pages_to_copy,
+            np.int32(limit),
+            tokens,
+            np.int32(prompt),
+            np.int32(made),
+        )
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's row and pages; it waits to be computed again from its tokens."""
@@ -627,7 +652,7 @@ class Engine:
         return [(request, count) for request, count in chosen if request.row >= 0]
 
     def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
-        for group in _rectangles(chunks):
+        for group in _rectangles(chunks, self._width):
             size, width = bucket(len(group)), self._width(max(count for _, count in group))
             index = np.full(size, len(self._running), np.int32)
             tokens, counts = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
@@ -639,20 +664,9 @@ class Engine:
                 if self._reuse and end % PAGE_TOKENS == 0:
                     records[request.row] = self._take_record()
             self._load_tables()
-            with dispatch.following(self._model.params, self._cache):
-                self._cache, self._rows, made = device.prefill_rows(
-                    self._model,
-                    self._cache,
-                    self._rows,
-                    self._params,
-                    index,
-                    tokens,
-                    counts,
-                    ending,
-                    self._end_ids,
-                    self._wants_tops(),
-                    records if self._cache.boundaries else None,
-                )
+            self._cache, self._rows, made = self._run(
+                device.prefill_rows, tokens.shape, *self._prefill_args(index, tokens, counts, ending, records)
+            )
             for request, count in group:
                 self._advance(request, request.length + count, int(records[request.row]))
             if ending.any():
@@ -679,18 +693,7 @@ class Engine:
             if self._reuse and to_end <= min(steps, self._left(request)):
                 records[request.row] = self._take_record()
         self._load_tables()
-        with dispatch.following(self._model.params, self._cache):
-            self._cache, self._rows, made = compiled_block(
-                self._model,
-                self._cache,
-                self._rows,
-                self._params,
-                self._end_ids,
-                alive,
-                self._wants_tops(),
-                np.int32(steps),
-                records if self._cache.boundaries else None,
-            )
+        self._cache, self._rows, made = self._run(compiled_block, (), *self._decode_args(alive, steps, records))
         columns = [np.asarray(x) for x in made]
         for request in requests:
             row, record = request.row, int(records[request.row])
@@ -731,6 +734,36 @@ class Engine:
     def _wants_tops(self) -> np.ndarray:
         return np.array(any(r is not None and bool(r.params.logprobs) for r in self._running))
 
+    def _prefill_args(
+        self, index: np.ndarray, tokens: np.ndarray, counts: np.ndarray, ending: np.ndarray, records: np.ndarray
+    ) -> tuple[Any, ...]:
+        where = records if self._cache.boundaries else None
+        rows = (self._model, self._cache, self._rows, self._params)
+        return *rows, index, tokens, counts, ending, self._end_ids, self._wants_tops(), where
+
+    def _decode_args(self, alive: np.ndarray, steps: int, records: np.ndarray) -> tuple[Any, ...]:
+        where = records if self._cache.boundaries else None
+        rows = (self._model, self._cache, self._rows, self._params)
+        return *rows, self._end_ids, alive, self._wants_tops(), np.int32(steps), where
+
+    def _run(self, function: Any, key: tuple[Any, ...], *args: Any) -> Any:
+        with dispatch.following(self._model.params, self._cache):
+            return self._programs.run(function, key, *args)
+
+    def _jobs(self) -> Iterator[Job]:
+        """Everything that can run, with arguments like those that it will have."""
+        rows = len(self._running)
+        records, alive = np.full(rows, -1, np.int32), np.zeros(rows, bool)
+        yield compiled_block, (), self._decode_args(alive, 0, records)
+        for size, width in _shapes(rows, self._width(self._chunk), self._budget):
+            none = np.full(size, rows, np.int32), np.zeros((size, width), np.int32), np.zeros(size, np.int32)
+            yield device.prefill_rows, (size, width), self._prefill_args(*none, np.zeros(size, bool), records)
+        number, pair = np.int32(0), np.full((1, 2), -1, np.int32)
+        longest = len(_padded(np.zeros(self._model.spec.max_seq_len, np.int32)))
+        for length in _doubling(PAGE_TOKENS, longest):
+            args = (*[number] * 4, pair, pair, number, np.zeros(length, np.int32), number, number)
+            yield device.place, (length,), (self._cache, self._rows, *args)
+
     def _load_tables(self) -> None:
         self._cache = device.with_tables(self._cache, self._table, self._window_table)
 
@@ -753,13 +786,33 @@ def _padded(ids: np.ndarray) -> np.ndarray:
     return out
 
 
-def _rectangles(chunks: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
-    """Groups of chunks that run as one rectangle each, of which at most half is padding."""
+def _doubling(first: int, last: int, factor: int = 2) -> Iterator[int]:
+    """``first`` times powers of ``factor``, below ``last``, and ``last``."""
+    while first < last:
+        yield first
+        first *= factor
+    yield last
+
+
+def _shapes(rows: int, widest: int, budget: int) -> list[tuple[int, int]]:
+    """Rows and widths of all rectangles that ``_rectangles`` makes of chunks of at most ``budget`` tokens together."""
+    widths = list(_doubling(SMALLEST_CHUNK, widest, 4))
+    sizes = list(_doubling(1, bucket(rows)))
+    return [(size, width) for width in widths for size in sizes if size == 1 or size * width <= _most(budget)]
+
+
+def _most(held: int) -> int:
+    """Tokens of a rectangle of several chunks that hold ``held``, padding included."""
+    return max(2 * held, 8 * SMALLEST_CHUNK)
+
+
+def _rectangles(chunks: list[tuple[Request, int]], width: Callable[[int], int]) -> list[list[tuple[Request, int]]]:
+    """Groups of chunks that run as one rectangle each, of which at most half is padding; ``width`` of a chunk."""
     groups: list[list[tuple[Request, int]]] = []
     for chunk in sorted(chunks, key=lambda c: c[1]):
         group = groups[-1] if groups else []
         held = sum(count for _, count in group) + chunk[1]
-        if groups and bucket(len(group) + 1) * max(chunk[1], SMALLEST_CHUNK) <= max(2 * held, 8 * SMALLEST_CHUNK):
+        if groups and bucket(len(group) + 1) * width(chunk[1]) <= _most(held):
             group.append(chunk)
         else:
             groups.append([chunk])
