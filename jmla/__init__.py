@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jmla import kernels as kernels
     from jmla import models as models
+    from jmla.beam import Beam, beam_search
     from jmla.completion import Completion, TokenLogprob
     from jmla.engine import Engine
     from jmla.generation import generate, generate_tokens
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Beam": "jmla.beam",
     "CacheConsumedError": "jmla.models",
     "Completion": "jmla.completion",
     "Engine": "jmla.engine",
@@ -38,6 +40,7 @@ _HOMES = {
     "PagedCache": "jmla.models",
     "SamplingParams": "jmla.sampling",
     "TokenLogprob": "jmla.completion",
+    "beam_search": "jmla.beam",
     "copy": "jmla.models",
     "debug_checks": "jmla.kernels",
     "decode": "jmla.models",
@@ -52,6 +55,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Beam",
     "CacheConsumedError",
     "Completion",
     "Engine",
@@ -59,6 +63,7 @@ __all__ = [
     "PagedCache",
     "SamplingParams",
     "TokenLogprob",
+    "beam_search",
     "copy",
     "debug_checks",
     "decode",

@@ -143,6 +143,7 @@ class Engine:
         self._ends = end_token_ids(model)
         self._end_ids = end_token_array(self._ends)
         self._tokenizer = model.text.tokenizer if model.text is not None else None
+        self._sent: list[np.ndarray] = []  # tables that the device has
         self._programs = Programs()
         self._lock = threading.RLock()
         self._stepping = False
@@ -270,6 +271,7 @@ class Engine:
             self._records = self._index.records = PagePool(self._records.size)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
             rows = len(self._running)
+            self._sent = []
             self._cache = open_cache(self._model, rows, self._model.spec.max_seq_len, **self._sizes)
             self._rows = Rows.empty(rows, self._model.spec.config.vocab_size)
 
@@ -765,7 +767,11 @@ class Engine:
             yield device.place, (length,), (self._cache, self._rows, *args)
 
     def _load_tables(self) -> None:
-        self._cache = device.with_tables(self._cache, self._table, self._window_table)
+        """Sends the tables to the device, if they are not there as they are now."""
+        tables = [table for table in (self._table, self._window_table) if table is not None]
+        if len(self._sent) != len(tables) or not all(map(np.array_equal, self._sent, tables)):
+            self._cache = device.with_tables(self._cache, self._table, self._window_table)
+            self._sent = [table.copy() for table in tables]
 
 
 def _taker(pieces: list[str | int], callback: Callable[[str | int], None] | None) -> Callable[[int, str | int], None]:
