@@ -104,6 +104,6 @@ def _machine(family, examples, steps):
     return case
 
 
-TestEngineOfV32 = _machine("v32", 8, 40)
-TestEngineOfV4 = pytest.mark.slow(_machine("v4", 6, 40))
-TestEngineOfGlm = pytest.mark.slow(_machine("glm", 8, 40))
+TestEngineOfV32 = _machine("v32", 50, 40)
+TestEngineOfV4 = pytest.mark.slow(_machine("v4", 50, 40))
+TestEngineOfGlm = pytest.mark.slow(_machine("glm", 50, 40))

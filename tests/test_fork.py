@@ -20,7 +20,7 @@ def read(family, tokens, cache=None, rows=1, row=0):
     return np.asarray(logits[row]), cache
 
 
-@pytest.mark.parametrize("length", [130, 256, 300])
+@pytest.mark.parametrize("length", [130, 256, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branches_go_on_exactly(family, length):
     """Mid group, mid window, at the end of a page and behind it; the parent goes on in between, and first."""
@@ -60,11 +60,14 @@ def test_bad_forks():
     jmla.fork(kept, 1)
 
 
+SLOW = [("v4", 1), ("v4", 254), ("glm", 1), ("glm", 300)]
 DRAWN = SamplingParams(max_new_tokens=10, temperature=1.0, seed=3, n=3, logprobs=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("length", [1, 300])
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [("v32", 1), ("v32", 300), ("v4", 300), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
 def test_choices_are_those_of_requests_alone(family, length):
     engine = make(family, max_requests=4, pages=12)
     other = engine.submit(prompt(270, fork=0), sampling=SamplingParams(max_new_tokens=20))

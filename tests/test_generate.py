@@ -67,7 +67,7 @@ def by_hand(model, prompt, count):
     return tokens, logprobs
 
 
-@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("family", ["v4", pytest.param("v32", marks=pytest.mark.slow)])
 def test_greedy_equals_steps_by_hand(family):
     model = model_of(family)
     count = BLOCK + 5  # more than one launch of the loop
@@ -234,7 +234,9 @@ def ragged(prompts):
     return np.array([list(p) + [-5] * (width - len(p)) for p in prompts], np.int32), np.array([len(p) for p in prompts])
 
 
-@pytest.mark.parametrize(("family", "prompts"), [("v4", PROMPTS[1:2]), ("v32", PROMPTS)])
+@pytest.mark.parametrize(
+    ("family", "prompts"), [("v4", PROMPTS[1:2]), pytest.param("v32", PROMPTS, marks=pytest.mark.slow)]
+)
 def test_generate_tokens_equals_generate(family, prompts):
     model, count = model_of(family), 10
     tokens, lengths = ragged(prompts)

@@ -16,6 +16,7 @@ from jmla.models.random import init_random
 from tests.tiny import V4, tiny_model
 
 FAMILIES = ("v4", "v32", "glm")
+MAIN = ("v4", "v32", pytest.param("glm", marks=pytest.mark.slow))  # where GLM runs the code of V3.2
 LENGTH = 40
 WIDTHS = (4, 40)  # widths of the compiled steps that the cuts use; decoding adds width 1
 
@@ -44,7 +45,7 @@ def in_pieces(model, ids: np.ndarray, cuts: list[int], max_seq_len: int = 64) ->
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 @pytest.mark.parametrize("size", [1, 3, 4, 7])
 def test_chunks_of_any_size_are_bitwise_equal(family, size):
     model, ids = tiny_model(family), prompt()
@@ -171,7 +172,7 @@ def selecting_pass(spec, params, cache, tokens, counts):
     return cache, selected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
     """Chunks of 1 to 8 tokens, then single ones: at every position each indexer picks what it picks without a cache."""
     model, ids = tiny_model(family), prompt()
@@ -192,7 +193,7 @@ def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 @pytest.mark.parametrize("size", [3, 16])
 def test_fast_mode_agrees_to_rounding(family, size):
     model, ids = tiny_model(family, deterministic=False), prompt()
@@ -219,7 +220,7 @@ def test_forward_without_a_cache_equals_prefill(family):
             assert picked.size == 0 or picked.max() < visible
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_fp8_caches_are_chunk_independent_too(family):
     """Power-of-two scales for V4 and V3.2, float32 scales for GLM."""
     layout = "footer584" if family == "v4" else "inline656"

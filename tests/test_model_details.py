@@ -199,7 +199,7 @@ def test_layers_are_grouped_as_in_the_published_models():
     assert [(s.repeats, len(s.unit), s.first) for s in layer_stacks(v32)] == [(3, 1, 0), (58, 1, 3)]
 
 
-@pytest.mark.parametrize("family", ["v4", "glm"])
+@pytest.mark.parametrize("family", ["v4", pytest.param("glm", marks=pytest.mark.slow)])
 def test_scanned_layers_equal_unrolled_ones(family, monkeypatch):
     """The same checkpoint tensors, laid out with every layer a stack of its own."""
     model = tiny_model(family)
@@ -251,7 +251,7 @@ def test_a_step_has_few_leaves():
 # ---- gradients
 
 
-@pytest.mark.parametrize("family", ["v4", "glm"])
+@pytest.mark.parametrize("family", [pytest.param("v4", marks=pytest.mark.slow), "glm"])
 def test_forward_is_differentiable(family):
     """The derivative along a random direction equals a central difference, and reaches the parts of attention."""
     model, ids = tiny_model(family), jnp.asarray(IDS[:, :24])
@@ -287,7 +287,7 @@ def test_forward_is_differentiable(family):
 # ---- steps
 
 
-@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("family", [pytest.param("v4", marks=pytest.mark.slow), "v32"])
 def test_steps_make_no_device_to_host_transfer(family, monkeypatch):
     """Prefill, the draft block over it, and decoding, with what they take on the device."""
     model, tokens = tiny_model(family), jnp.array([5, 6])
@@ -381,7 +381,7 @@ def test_double_precision_mode_changes_nothing():
     np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["v4", "v32", pytest.param("glm", marks=pytest.mark.slow)])
 def test_bfloat16_agrees_in_distribution(family):
     """bf16 weights and activations against float32; with the FP8 cache that loading takes by default, too.
 
@@ -463,7 +463,7 @@ def test_padding_runs_no_expert():
     np.testing.assert_array_equal(chosen, [[0, 1], [-1, -1], [-1, -1], [6, 7], [8, 9], [10, 11]])
 
 
-@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("family", ["v4", pytest.param("v32", marks=pytest.mark.slow)])
 def test_selection_does_not_depend_on_the_width_of_the_cache(family):
     """A cache of more keys than the text has: scores are as wide as the text needs, the choice is the same."""
     config = dataclasses.replace(CONFIGS[family], max_position_embeddings=1 << 16)
