@@ -16,7 +16,7 @@ from jmla.completion import Completion, Output
 from jmla.engine.pages import PagePool
 from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache
-from jmla.models.cache import copy_pages, open_cache, window_pages
+from jmla.models.cache import copy_pages, open_cache, put_rows, take_rows, window_pages
 from jmla.models.config import V4Config
 from jmla.models.inputs import on_device
 from jmla.models.spec import PAGE_TOKENS, check_model
@@ -57,7 +57,7 @@ def beam_search(
         prompt: a string or token ids.
         beams: 1 to 64.
         max_new_tokens: tokens to make at most; default as in ``generate``.
-        length_penalty: exponent of the length in the score: above 0 favours long continuations.
+        length_penalty: -10 to 10, exponent of the length in the score: above 0 favours long continuations.
 
     Returns:
         ``beams`` of them, best first.
@@ -67,7 +67,7 @@ def beam_search(
         FloatingPointError: the model made NaN logits.
     """
     width = check_integer("beams", beams, 1, MOST_BEAMS)
-    penalty = check_number("length_penalty", length_penalty, -math.inf, math.inf)
+    penalty = check_number("length_penalty", length_penalty, -10, 10)
     if isinstance(model_or_path, str | os.PathLike):
         from jmla.loading import load
 
@@ -150,12 +150,14 @@ class _Rows:
         """Logits behind a prompt, which row 0 reads."""
         logits: Any = None
         while self._length < len(ids):
-            width = chunk_width(self.model.spec, self._width, len(ids) - self._length)
+            width = chunk_width(self.model.spec, 1, len(ids) - self._length)
             piece = ids[self._length : self._length + width]
-            tokens, counts = np.zeros((self._width, width), np.int32), np.zeros(self._width, np.int32)
-            tokens[0, : len(piece)], counts[0] = piece, len(piece)
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : len(piece)] = piece
             self._take_pages(len(piece))
-            logits, self._cache = models.prefill(self.model, tokens, counts, self._with_tables())
+            cache = self._with_tables()
+            with dispatch.following(self.model.params, cache):
+                logits, self._cache = _read(self.model, cache, tokens, np.array([len(piece)], np.int32))
             self._length += len(piece)
         return logits
 
@@ -217,6 +219,13 @@ class _Rows:
     def _with_tables(self) -> PagedCache:
         tables = {name: on_device(table, np.int32) for name, table in self._tables.items()}
         return self._cache.replace(**tables)
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def _read(model: Model, cache: PagedCache, tokens: Any, counts: Any) -> tuple[jax.Array, PagedCache]:
+    first = jnp.zeros(1, jnp.int32)
+    logits, part = models.prefill(model, tokens, counts, take_rows(cache, first), donate=False)
+    return logits, put_rows(cache, first, part)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,5 +1,6 @@
 """What comes back from a model: completions, put together token by token."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -143,8 +144,10 @@ class Output:
             self._finish(reason)
 
     @property
-    def mean_logprob(self) -> float:
-        return self.total_logprob / max(len(self.ids), 1)
+    def rank(self) -> tuple[bool, float]:
+        """Order among completions of a prompt: those that came to their end, then by their tokens' mean."""
+        mean = self.total_logprob / len(self.ids) if self.ids else -math.inf
+        return self.reason in ("cancelled", "deadline"), -mean
 
     def completion(self) -> Completion:
         text = "".join(self.pieces) if self.tokenizer is not None else None
@@ -158,6 +161,6 @@ def chosen(outputs: Sequence[Output], params: SamplingParams) -> Completion:
         return outputs[0].completion()
     ranked = list(outputs)
     if len(ranked) > (params.n or 1):
-        ranked = sorted(ranked, key=lambda output: -output.mean_logprob)[: params.n]
+        ranked = sorted(ranked, key=lambda output: output.rank)[: params.n]
     choices = tuple(output.completion() for output in ranked)
     return replace(choices[0], choices=choices)

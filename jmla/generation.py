@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jmla import models, sampling
-from jmla.batching import bucket, cache_room, chunk_width, groups
+from jmla.batching import CACHE_BYTES, bucket, cache_bytes, cache_room, chunk_width, groups
 from jmla.completion import Completion, Output, Stream
 from jmla.decoding import BLOCK, Made, Rows, choose, compiled_block
 from jmla.kernels import dispatch
@@ -119,7 +119,7 @@ def generate(
     rows = complete_params(model, sampling, len(ids), [len(p) for p in ids], max_new_tokens, stop)
     if several := [row for row in rows if row.draws > 1]:
         if stream is not None:
-            raise ValueError(f"Expected no stream where several completions are drawn, got n={several[0].n}")
+            raise ValueError(f"Expected no stream where several completions are drawn, got {several[0].draws} of them")
         completions = _with_choices(model, ids, rows)
         return completions[0] if single else completions
     ends = end_token_ids(model)
@@ -140,7 +140,11 @@ def _with_choices(model: Model, prompts: list[np.ndarray], rows: list[SamplingPa
         new = row.max_new_tokens or 0
         longest = max(longest, len(prompt) + new)
         pages += -(-len(prompt) // PAGE_TOKENS) + row.draws * (-(-new // PAGE_TOKENS) + 1)
-    running = min(sum(row.draws for row in rows), MOST_CHOICES_AT_ONCE)
+    running = bucket(min(sum(row.draws for row in rows), MOST_CHOICES_AT_ONCE))
+    while running > 1 and cache_bytes(model.spec, running, longest) > CACHE_BYTES:
+        running //= 2
+    longest = cache_room(model.spec, running, longest)  # few sizes, so that few shapes are compiled
+    pages = min(bucket(pages), running * -(-longest // PAGE_TOKENS))
     return Engine(model, max_requests=running, max_seq_len=longest, pages=pages).generate(prompts, sampling=rows)
 
 
@@ -213,8 +217,8 @@ def generate_tokens(
             looked at: their values are taken into ``0..T``.
         key: a random key, from which each row gets its own; or ``[B]`` keys, one a row.
         max_new_tokens: tokens to make at most (static).
-        sampling: options for all rows (no ``seed``, ``stop``, ``logprobs`` or ``max_new_tokens``: ``key``, ``eos`` and
-            the argument take their place, and log-probabilities are always returned), or
+        sampling: options for all rows (no ``n``, ``seed``, ``stop``, ``logprobs`` or ``max_new_tokens``: ``key``,
+            ``eos`` and the argument take their place, and log-probabilities are always returned), or
             ``jmla.sampling.RowParams`` of arrays (its keys are not used). What is unset comes from the checkpoint, as
             in ``generate``.
         eos: token ids that end a row; default the checkpoint's; ``()`` for none.
@@ -251,7 +255,10 @@ def generate_tokens(
                 "Expected sampling without seed, stop, logprobs and max_new_tokens: pass key, eos and max_new_tokens"
             )
         if given.draws > 1:
-            raise ValueError(f"Expected sampling with n=1, got n={given.n}: give a prompt in several rows instead")
+            raise ValueError(
+                f"Expected sampling of one completion, got n={given.n} and best_of={given.best_of}: give a prompt in "
+                "several rows instead"
+            )
         params = RowParams.pack([given.over(default_params(model))] * batch)
     ends = end_token_ids(model) if eos is None else tuple(check_token_ids("eos", eos, vocab, least=0).tolist())
     keys = _row_keys(key, batch)

@@ -10,6 +10,7 @@ import numpy as np
 from jmla.models.cache import PagedCache, check_alive, copy_pages
 from jmla.models.config.common import shown
 from jmla.models.options import as_integer, check_integer
+from jmla.models.params import layer_counts
 from jmla.models.spec import PAGE_TOKENS
 
 MOST = 2**16  # branches
@@ -42,7 +43,9 @@ def fork(cache: PagedCache, row: int, n: int = 1) -> PagedCache:
     if at is None or not 0 <= at < cache.batch:
         raise ValueError(f"Expected row={shown(row)} to be an integer in 0..{cache.batch - 1}, the rows of the cache")
     row, n = at, check_integer("n", n, MOST, "branches")
-    full = int(cache.lengths[row]) // PAGE_TOKENS
+    # What the draft block writes for a token depends on the next one, which a branch chooses for itself.
+    drafting = dict(cache.layers) != layer_counts(cache.config, False)
+    full = max(int(cache.lengths[row]) - drafting, 0) // PAGE_TOKENS
     grown: dict[str, jax.Array] = {}
     changes: dict[str, Any] = {"window_table": None}
     copies = {}

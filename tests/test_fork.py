@@ -45,6 +45,43 @@ def test_full_pages_are_shared():
     assert forked.pools["latent"].shape[0] == cache.pools["latent"].shape[0] * (4 + 3 * 2) // 4
 
 
+def test_drafts_of_branches_are_their_own():
+    """Forked at the end of a page, whose last draft row depends on the token that each row chooses."""
+    chosen = model("v32")
+    ids = prompt(256)[None]
+
+    def start():
+        _, hidden, cache = jmla.prefill(
+            chosen, ids, np.array([256]), jmla.init_cache(chosen, 1, 512), return_hidden=True
+        )
+        _, _, cache = jmla.draft(chosen, hidden[:, :255], ids[:, 1:], cache)
+        return hidden[:, 255], cache
+
+    def go_on(tokens, hidden, cache):
+        first, _, cache = jmla.draft(chosen, hidden, tokens, cache)
+        _, hidden, cache = jmla.decode(chosen, tokens, cache, return_hidden=True)
+        second, _, _ = jmla.draft(chosen, hidden, tokens, cache)
+        return np.asarray(first), np.asarray(second)
+
+    hidden, cache = start()
+    both = go_on(np.array([11, 50]), np.repeat(hidden, 2, axis=0), jmla.fork(cache, 0))
+    for row, token in enumerate((11, 50)):
+        for got, want in zip(both, go_on(np.array([token]), *start()), strict=True):
+            np.testing.assert_array_equal(got[row], want[0])
+
+
+def test_a_completion_that_has_not_begun_is_not_the_best():
+    now = [0.0]
+    engine = make("v32", clock=lambda: now[0])
+    ask = SamplingParams(max_new_tokens=6, temperature=1.0, best_of=4)
+    handle = engine.submit(prompt(20), sampling=ask, deadline=5)
+    while sum(request.ended for request in handle._requests) < 2:
+        engine.step()
+    now[0] = 9.0
+    assert len(handle.result().token_ids) == 6
+    check_all_back(engine)
+
+
 def test_bad_forks():
     cache = jmla.init_cache(model("v32"), 2, 256)
     for row in (2, -1, True, 0.5):
@@ -152,7 +189,7 @@ def test_one_listener_hears_one_completion():
     with pytest.raises(ValueError, match=r"use result\(\)"):
         iter(make("v32").submit(prompt(4), sampling=DRAWN))
     several = SamplingParams(n=3, temperature=1.0)
-    with pytest.raises(ValueError, match="n=3"):
+    with pytest.raises(ValueError, match="n=3 and best_of=None"):
         jmla.generate_tokens(model("v32"), np.ones((1, 4), np.int32), [4], None, max_new_tokens=2, sampling=several)
 
 

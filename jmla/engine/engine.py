@@ -38,14 +38,14 @@ class Stats:
     """What an engine has done.
 
     Attributes:
-        submitted: requests.
+        submitted: requests; of a prompt for which several completions are drawn, each is one.
         finished: requests that came to their own end.
         cancelled: requests that were cancelled or ran out of time.
         failed: requests whose logits were not numbers, or whose callback failed.
         preempted: times that a request gave its pages back to be computed again.
         steps: calls of ``step`` that computed something.
         prompt_tokens: of the requests that have started.
-        cached_tokens: of those, read from the pages of earlier requests.
+        cached_tokens: of those, read from the pages of other requests.
         made_tokens: given out.
     """
 
@@ -188,7 +188,7 @@ class Engine:
         ids = encode(self._model, 0, prompt)
         (params,) = complete_params(self._model, sampling, 1, [len(ids)], max_new_tokens, stop)
         if callback is not None and params.draws > 1:
-            raise ValueError(f"Expected no callback where several completions are drawn, got n={params.n}")
+            raise ValueError(f"Expected no callback where several completions are drawn, got {params.draws} of them")
         level = check_integer("priority", priority, -(2**31), 2**31 - 1)
         seconds = None if deadline is None else check_number("deadline", deadline, 0, np.inf)
         return self._queue(ids, params, level, seconds, salt, callback)
@@ -220,9 +220,9 @@ class Engine:
             return Handle(self, requests, params)
 
     def cancel(self, handle: Handle) -> None:
-        """Ends a request where it stands; its pages are back when this returns, or from a callback when the step does.
+        """Ends a prompt's completions where they stand.
 
-        No effect on a request that has ended.
+        Their pages are back when this returns, or from a callback when the step does. No effect on what has ended.
         """
         if not isinstance(handle, Handle) or handle._engine is not self:
             raise TypeError(f"Expected handle={shown(handle)} to be a Handle that this engine gave out")
@@ -269,9 +269,9 @@ class Engine:
         self._index.clear()
         if self._records is not None:  # some may have been taken for what did not happen
             self._records = self._index.records = PagePool(self._records.size)
+        self._sent = []
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
             rows = len(self._running)
-            self._sent = []
             self._cache = open_cache(self._model, rows, self._model.spec.max_seq_len, **self._sizes)
             self._rows = Rows.empty(rows, self._model.spec.config.vocab_size)
 
@@ -418,7 +418,8 @@ class Engine:
         full, open_ = divmod(source.length, PAGE_TOKENS)
         for branch in branches if source.length else []:
             running = [r for r in self._running if r is not None]
-            if branch.ended or not self._fits(branch, source.pages[:full], running):
+            ahead = any(r.source is None and r.rank < branch.rank for r in self._waiting)
+            if branch.ended or ahead or not self._fits(branch, source.pages[:full], running):
                 continue
             copy = self._take(self._pages, self._index.give_back_page) if open_ else None
             if open_ and copy is None:
@@ -640,6 +641,8 @@ class Engine:
             count = min(self._chunk, request.known - request.length, max(left, 1 if not chosen else 0))
             if request.branches:  # which read the last token for themselves, and choose the next
                 count = min(count, request.known - 1 - request.length)
+                if not count:  # nothing is left to read before them
+                    continue
             end = request.length + count
             known = request.known_pages * PAGE_TOKENS
             whole = known if request.length < known < end else end // PAGE_TOKENS * PAGE_TOKENS

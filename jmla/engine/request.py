@@ -91,7 +91,7 @@ class Request:
 class Handle:
     """A prompt that was submitted: iterate over its pieces as they are made, or wait for its result.
 
-    Where several completions were asked for, numbers and tokens are those of the first.
+    Where several completions are drawn, ``token_ids`` and ``cached_tokens`` are those of the first.
     """
 
     def __init__(self, engine: "Engine", requests: Sequence[Request], params: SamplingParams):
@@ -125,7 +125,7 @@ class Handle:
         return sum(request.preempted for request in self._requests)
 
     def cancel(self) -> None:
-        """Ends the request where it stands; its pages are back when this returns."""
+        """Ends the completion, or all of them, where they stand; their pages are back when this returns."""
         self._engine.cancel(self)
 
     def result(self) -> Completion:
