@@ -81,7 +81,7 @@ def beam_search(
     rows = _Rows(model, width, len(ids), limit)
     search = _Search(width, penalty, frozenset(end_token_ids(model)))
     logits = rows.read(ids)
-    while search.step(*_likeliest(logits, rows.live, 2 * width), limit):
+    while search.step(*_likeliest(logits, rows.live, search.wanted), limit):
         rows.rearrange([beam.parent for beam in search.running])
         logits = rows.decode([beam.tokens[-1] for beam in search.running])
     return [_found(model, params, found, search.score(found)) for found in search.best()]
@@ -99,6 +99,7 @@ class _Search:
 
     def __init__(self, width: int, penalty: float, ends: frozenset[int]):
         self._width, self._penalty, self._ends = width, penalty, ends
+        self.wanted = (1 + len(ends)) * width  # of all end tokens at each beam, as many others are left
         self.running = [_Running((), 0.0, 0)]
         self.ended: list[_Running] = []
 
@@ -114,9 +115,8 @@ class _Search:
             if logprob > -math.inf
         ]
         found.sort(key=lambda beam: -beam.logprob)  # stable: ties keep the order of beams and ids
-        likeliest = found[: 2 * self._width]
-        self.ended += [beam for beam in likeliest[: self._width] if beam.tokens[-1] in self._ends]
-        self.running = [beam for beam in likeliest if beam.tokens[-1] not in self._ends][: self._width]
+        self.ended += [beam for beam in found[: self._width] if beam.tokens[-1] in self._ends]
+        self.running = [beam for beam in found if beam.tokens[-1] not in self._ends][: self._width]
         if self.running and len(self.running[0].tokens) == limit:
             self.ended += self.running
             self.running = []

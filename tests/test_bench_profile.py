@@ -12,6 +12,7 @@ from jmla.bench import profile, trace
 from tests.tiny import V4
 
 
+@pytest.mark.slow
 def test_a_small_layer_from_end_to_end(tmp_path, capsys):
     """Every part of the layer is seen, and nearly all of the time belongs to one."""
     written = tmp_path / "profile.json"

@@ -223,7 +223,7 @@ def memory(model: Model, factor: int) -> tuple[int, Any]:
     return sum(int(np.prod(p.shape)) * p.dtype.itemsize for p in pools.values()), compiled.memory_analysis()
 
 
-@pytest.mark.parametrize("kv_layout", ["footer584", "float32"])
+@pytest.mark.parametrize("kv_layout", ["footer584", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_step_holds_its_pools_once_whatever_their_size(kv_layout: str) -> None:
     """Layers of all kinds, some of them scanned: donated pools come back in place, and nothing else grows with them."""
     model = small_model("window", "csa", "hca", "csa", "hca", kv_layout=kv_layout)

@@ -117,6 +117,7 @@ def test_page_order_does_not_matter(family):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_f14_chunks_longer_than_the_window_loop_inside_the_step():
     """300 tokens in internal chunks of 64 equal one pass of 300: window pages wrap, the chunk's start sees its past."""
     ids = prompt(300, seed=4)
@@ -194,7 +195,7 @@ def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
 
 
 @pytest.mark.parametrize("family", MAIN)
-@pytest.mark.parametrize("size", [3, 16])
+@pytest.mark.parametrize("size", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_fast_mode_agrees_to_rounding(family, size):
     model, ids = tiny_model(family, deterministic=False), prompt()
     expected = whole(tiny_model(family), ids)

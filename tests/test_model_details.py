@@ -332,6 +332,7 @@ def test_donated_caches_are_refused_and_kept_ones_are_not():
     assert np.isfinite(first).all()
 
 
+@pytest.mark.slow
 def test_tokens_past_the_capacity_are_padding():
     model = tiny_model("v4")
     cache = jmla.init_cache(model, 1, 10)
@@ -381,7 +382,7 @@ def test_double_precision_mode_changes_nothing():
     np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["v4", "v32", pytest.param("glm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v32", "glm"))])
 def test_bfloat16_agrees_in_distribution(family):
     """bf16 weights and activations against float32; with the FP8 cache that loading takes by default, too.
 
