@@ -37,6 +37,7 @@ def passes(monkeypatch):
     return shapes
 
 
+@pytest.mark.slow
 def test_one_long_prompt_does_not_widen_many_short_ones(passes):
     model = model_of()
     prompts = prompts_of(*[5] * 7, 200, *[6] * 8)
@@ -47,6 +48,7 @@ def test_one_long_prompt_does_not_widen_many_short_ones(passes):
         assert done[index] == jmla.generate(model, prompts[index], sampling=params)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_run_together(passes):
     """Results come in the order of the prompts, each as if alone, whatever group it ran in."""
     model = model_of()

@@ -75,7 +75,7 @@ def test_ended_beams_and_the_end_of_the_search():
 def test_many_end_tokens_leave_beams_running():
     search = _Search(2, 1.0, frozenset({7, 8, 9}))
     assert search.wanted == 8
-    assert search.step(np.array([[9, 8, 7, 1, 2]]), np.log([[0.3, 0.2, 0.2, 0.1, 0.1]]), 5)
+    search.step(np.array([[9, 8, 7, 1, 2]]), np.log([[0.3, 0.2, 0.2, 0.1, 0.1]]), 5)
     assert [b.tokens for b in search.running] == [(1,), (2,)]
     assert [b.tokens for b in search.ended] == [(9,), (8,)]
 

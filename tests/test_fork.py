@@ -20,7 +20,7 @@ def read(family, tokens, cache=None, rows=1, row=0):
     return np.asarray(logits[row]), cache
 
 
-@pytest.mark.parametrize("length", [130, 256, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [256, *(pytest.param(length, marks=pytest.mark.slow) for length in (130, 300))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branches_go_on_exactly(family, length):
     """Mid group, mid window, at the end of a page and behind it; the parent goes on in between, and first."""
@@ -120,6 +120,7 @@ def test_choices_are_those_of_requests_alone(family, length):
     check_all_back(engine)
 
 
+@pytest.mark.slow
 def test_choices_without_room_or_reuse():
     """Two rows for three choices: the third computes for itself. Without an index branches share all the same."""
     for options, cached in (

@@ -46,7 +46,7 @@ def in_pieces(model, ids: np.ndarray, cuts: list[int], max_seq_len: int = 64) ->
 
 
 @pytest.mark.parametrize("family", MAIN)
-@pytest.mark.parametrize("size", [1, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 7])
 def test_chunks_of_any_size_are_bitwise_equal(family, size):
     model, ids = tiny_model(family), prompt()
     cuts = [size] * (LENGTH // size) + ([LENGTH % size] if LENGTH % size else [])
@@ -160,7 +160,7 @@ def wrapped():
     return out
 
 
-@pytest.mark.parametrize("part", ["trunk", "draft"])
+@pytest.mark.parametrize("part", ["trunk", pytest.param("draft", marks=pytest.mark.slow)])
 def test_f14_window_pages_that_are_used_again(part, wrapped):
     """Two window pages that run round give the logits of a cache that keeps them all, past the next border too."""
     np.testing.assert_array_equal(wrapped["ring"][part], wrapped["whole"][part])

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import jmla
 from jmla.models.checkpoint import collect_tensors, load_params, save_checkpoint
@@ -25,6 +26,7 @@ def leaves(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@pytest.mark.slow
 def test_dense_forward_equals_the_network_that_serves() -> None:
     """Two rows of five windows: all kinds of layers, more entries than the indexer keeps, and the draft block."""
     model = tiny_model("v4")
