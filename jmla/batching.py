@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jmla.models import bytes_per_row, bytes_per_token
-from jmla.models.spec import PAGE_TOKENS, ModelSpec
+from jmla.models.spec import PAGE_TOKENS, ModelSpec, pages_of
 
 MAX_BATCH = 64  # prompts that run together; more run in groups
 PASS_TOKENS = 8192  # of one pass of prefill over all rows, padding included; a power of two
@@ -53,7 +53,7 @@ def groups(spec: ModelSpec, lengths: Sequence[int], limits: Sequence[int]) -> li
 
 def cache_bytes(spec: ModelSpec, batch: int, room: int) -> float:
     """Bytes of a cache of ``batch`` rows of ``room`` tokens, in whole pages."""
-    tokens = -(-room // PAGE_TOKENS) * PAGE_TOKENS
+    tokens = pages_of(room) * PAGE_TOKENS
     return batch * (tokens * sum(bytes_per_token(spec).values()) + sum(bytes_per_row(spec).values()))
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import os
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ from jmla.completion import Completion, Output
 from jmla.engine.pages import PagePool
 from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache
-from jmla.models.cache import copy_pages, open_cache, put_rows, take_rows, window_pages
+from jmla.models.cache import copy_pages, first_window_page, open_cache, put_rows, take_rows, window_pages
 from jmla.models.config import V4Config
 from jmla.models.inputs import on_device
-from jmla.models.spec import PAGE_TOKENS, check_model
-from jmla.requests import complete_params, encode, end_token_ids
+from jmla.models.spec import PAGE_TOKENS, pages_of
+from jmla.requests import as_model, complete_params, encode, end_token_ids, tokenizer_of
 from jmla.sampling import SamplingParams
 from jmla.values import check_integer, check_number
 
@@ -68,12 +67,7 @@ def beam_search(
     """
     width = check_integer("beams", beams, 1, MOST_BEAMS)
     penalty = check_number("length_penalty", length_penalty, -10, 10)
-    if isinstance(model_or_path, str | os.PathLike):
-        from jmla.loading import load
-
-        model = load(model_or_path)
-    else:
-        model = check_model(model_or_path)
+    model = as_model(model_or_path)
     ids = encode(model, 0, prompt)
     greedy = SamplingParams(temperature=0, n=1, stop=[])
     (params,) = complete_params(model, greedy, 1, [len(ids)], max_new_tokens, None)
@@ -135,7 +129,7 @@ class _Rows:
     def __init__(self, model: Model, width: int, prompt: int, limit: int):
         spec = model.spec
         self._window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
-        own = -(-limit // PAGE_TOKENS) + 2  # behind the prompt's full pages, and one while rows are rearranged
+        own = pages_of(limit) + 2  # behind the prompt's full pages, and one while rows are rearranged
         pages = bucket(prompt // PAGE_TOKENS + width * own)
         windows = 2 * width * (window_pages(spec) + 1) if self._window else 0
         longest = cache_room(spec, width, prompt + limit)
@@ -181,11 +175,8 @@ class _Rows:
                 for ordinal in np.flatnonzero(table[parent] >= 0):
                     page = int(table[parent, ordinal])
                     if ordinal >= full and parent in first_child:  # still written: the first child keeps it
-                        copy = pool.take()
-                        if copy is None:
-                            raise RuntimeError(f"Expected {pool.size} pages to be enough for {self._width} beams")
-                        copies[name][row] = page, copy
-                        page = copy
+                        copies[name][row] = page, self._take(pool)
+                        page = int(copies[name][row, 1])
                     else:
                         pool.share(page)
                     new[row, ordinal] = page
@@ -199,6 +190,12 @@ class _Rows:
         with dispatch.following(self.model.params, self._cache):
             self._cache = _rearranged(self._cache, padded, copies["table"], copies["window_table"])
 
+    def _take(self, pool: PagePool) -> int:
+        page = pool.take()
+        if page is None:
+            raise RuntimeError(f"Expected {pool.size} pages to be enough for {self._width} beams")
+        return page
+
     def _take_pages(self, count: int) -> None:
         """Pages for ``count`` more tokens of each live row, and back with window pages that no token will see."""
         for name, table in self._tables.items():
@@ -206,12 +203,9 @@ class _Rows:
             for row in range(self.live):
                 for ordinal in range(self._length // PAGE_TOKENS, (self._length + count - 1) // PAGE_TOKENS + 1):
                     if table[row, ordinal] < 0:
-                        page = pool.take()
-                        if page is None:
-                            raise RuntimeError(f"Expected {pool.size} pages to be enough for {self._width} beams")
-                        table[row, ordinal] = page
+                        table[row, ordinal] = self._take(pool)
                 if name == "window_table":
-                    passed = max(self._length - (self._window - 1), 0) // PAGE_TOKENS
+                    passed = first_window_page(self._window, self._length)
                     for old in np.flatnonzero(table[row, :passed] >= 0):
                         pool.release(int(table[row, old]))
                         table[row, old] = -1
@@ -255,8 +249,7 @@ def _likeliest(logits: jax.Array, live: int, count: int) -> tuple[np.ndarray, np
 
 def _found(model: Model, params: SamplingParams, beam: _Running, score: float) -> Beam:
     nothing = np.zeros(0)
-    tokenizer = model.text.tokenizer if model.text is not None else None
-    output = Output(0, params, frozenset(end_token_ids(model)), tokenizer, None)
+    output = Output(0, params, frozenset(end_token_ids(model)), tokenizer_of(model), None)
     for token in beam.tokens:
         output.push(token, 0.0, nothing, nothing)
     return Beam(output.completion(), beam.logprob, score)

@@ -1,7 +1,6 @@
 """Text in, text out: the loop of prefill, decode and sampling over a batch of prompts."""
 
 import functools
-import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -19,8 +18,9 @@ from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache
 from jmla.models.config.common import shown
 from jmla.models.inputs import check_counts, check_ids
-from jmla.models.spec import PAGE_TOKENS, check_model
+from jmla.models.spec import check_model, pages_of
 from jmla.requests import (
+    as_model,
     complete_params,
     default_params,
     encode,
@@ -28,6 +28,7 @@ from jmla.requests import (
     end_token_ids,
     split_prompts,
     split_sampling,
+    tokenizer_of,
 )
 from jmla.sampling import DEFAULTS, History, RowParams, SamplingParams
 from jmla.values import check_integer, check_token_ids, is_list
@@ -109,12 +110,7 @@ def generate(
         raise TypeError(f"Expected stream={shown(stream)} to be a function of (index, piece)")
     items, single = split_prompts(prompts)
     split_sampling(sampling, len(items))  # a wrong option should not wait for the weights
-    if isinstance(model_or_path, str | os.PathLike):
-        from jmla.loading import load
-
-        model = load(model_or_path)
-    else:
-        model = check_model(model_or_path)
+    model = as_model(model_or_path)
     ids = [encode(model, index, prompt) for index, prompt in enumerate(items)]
     rows = complete_params(model, sampling, len(ids), [len(p) for p in ids], max_new_tokens, stop)
     if several := [row for row in rows if row.draws > 1]:
@@ -123,7 +119,7 @@ def generate(
         completions = _with_choices(model, ids, rows)
         return completions[0] if single else completions
     ends = end_token_ids(model)
-    tokenizer = model.text.tokenizer if model.text is not None else None
+    tokenizer = tokenizer_of(model)
     outputs = [Output(index, row, frozenset(ends), tokenizer, stream) for index, row in enumerate(rows)]
     for group in groups(model.spec, [len(p) for p in ids], [row.max_new_tokens or 0 for row in rows]):
         _run(model, [ids[i] for i in group], [outputs[i] for i in group], ends)
@@ -139,12 +135,12 @@ def _with_choices(model: Model, prompts: list[np.ndarray], rows: list[SamplingPa
     for prompt, row in zip(prompts, rows, strict=True):
         new = row.max_new_tokens or 0
         longest = max(longest, len(prompt) + new)
-        pages += -(-len(prompt) // PAGE_TOKENS) + row.draws * (-(-new // PAGE_TOKENS) + 1)
+        pages += pages_of(len(prompt)) + row.draws * (pages_of(new) + 1)
     running = bucket(min(sum(row.draws for row in rows), MOST_CHOICES_AT_ONCE))
     while running > 1 and cache_bytes(model.spec, running, longest) > CACHE_BYTES:
         running //= 2
     longest = cache_room(model.spec, running, longest)  # few sizes, so that few shapes are compiled
-    pages = min(bucket(pages), running * -(-longest // PAGE_TOKENS))
+    pages = min(bucket(pages), running * pages_of(longest))
     return Engine(model, max_requests=running, max_seq_len=longest, pages=pages).generate(prompts, sampling=rows)
 
 

@@ -1,5 +1,6 @@
 """What goes into a model: prompts and options, checked on the host before anything runs."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,24 @@ import numpy as np
 from jmla.batching import bucket
 from jmla.models import Model
 from jmla.models.config.common import shown
+from jmla.models.spec import check_model
 from jmla.sampling import DEFAULT_MAX_NEW_TOKENS, DEFAULTS, SamplingParams
+from jmla.tokenizer import Tokenizer
 from jmla.values import as_integer, check_text, check_token_ids, is_list
+
+
+def as_model(model_or_path: Any) -> Model:
+    """A model, or what ``jmla.load`` takes, loaded."""
+    if isinstance(model_or_path, str | os.PathLike):
+        from jmla.loading import load
+
+        return load(model_or_path)
+    return check_model(model_or_path)
+
+
+def tokenizer_of(model: Model) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None if it has none."""
+    return model.text.tokenizer if model.text is not None else None
 
 
 def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
@@ -37,7 +54,7 @@ def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
 def encode(model: Model, index: int, prompt: Any) -> np.ndarray:
     name = f"prompt {index}"
     if isinstance(prompt, str):
-        tokenizer = model.text.tokenizer if model.text is not None else None
+        tokenizer = tokenizer_of(model)
         if tokenizer is None:
             raise ValueError(f"Expected {name} to be token ids: this checkpoint has no tokenizer.json to encode text")
         prompt = tokenizer.encode(check_text(name, prompt))
@@ -117,7 +134,7 @@ def complete_params(
         for item in full.stop:
             if not isinstance(item, str):
                 check_token_ids(f"stop item {shown(list(item))}", item, model.spec.config.vocab_size)
-            elif model.text is None or model.text.tokenizer is None:
+            elif tokenizer_of(model) is None:
                 raise ValueError(
                     "Expected stop to be token id lists: this checkpoint has no tokenizer for stop strings"
                 )

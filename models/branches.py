@@ -1,13 +1,12 @@
 """Forks of a sequence: branches that read its full pages where they are, and have the rest to themselves."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmla.models.cache import PagedCache, check_alive, copy_pages
+from jmla.models.cache import PagedCache, check_arrays, check_slots, copy_pages
 from jmla.models.config.common import shown
 from jmla.models.options import as_integer, check_integer
 from jmla.models.params import layer_counts
@@ -36,9 +35,7 @@ def fork(cache: PagedCache, row: int, n: int = 1) -> PagedCache:
         TypeError: no cache, or one that is traced.
         ValueError: ``row`` or ``n`` out of range, or more pages than int32 slot ids can address.
     """
-    check_alive(cache)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
-        raise TypeError("Expected a cache of arrays, got one that is traced: fork outside of jax.jit")
+    check_arrays(cache, "fork")
     at = as_integer(row)
     if at is None or not 0 <= at < cache.batch:
         raise ValueError(f"Expected row={shown(row)} to be an integer in 0..{cache.batch - 1}, the rows of the cache")
@@ -101,15 +98,9 @@ def _room(cache: PagedCache, stream: str, count: int) -> jax.Array:
     pool, layers = cache.pools[stream], dict(cache.layers)[stream]
     more = count * cache.kernel_pages
     slots = (len(pool) + layers * more) * cache.layout(stream).page_size
-    if slots > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"Expected the {stream} pool to have at most 2**31 - 1 slots over all layers, got {slots} with the "
-            f"{count} pages of the branches"
-        )
+    check_slots(stream, slots, f"with the {count} pages of the branches")
     by_layer = pool.reshape(layers, -1, pool.shape[1]) if layers else pool[None]
     return jnp.pad(by_layer, ((0, 0), (0, more if layers else 0), (0, 0))).reshape(-1, pool.shape[1])
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _filled(cache: PagedCache, pages: Any, window_pages: Any) -> PagedCache:
-    return copy_pages(cache, pages, window_pages)
+_filled = jax.jit(copy_pages, donate_argnums=0)

@@ -13,7 +13,7 @@ from jmla.models.config import DsaConfig, V4Config
 from jmla.models.config.common import INT32_MAX
 from jmla.models.options import check_dtype, check_flag, check_integer
 from jmla.models.params import layer_counts
-from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS, Model, ModelSpec, cache_layouts, check_model
+from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS, Model, ModelSpec, cache_layouts, check_model, pages_of
 
 RECORDED = ("csa", "index")  # streams whose running windows cross the ends of pages
 
@@ -72,7 +72,7 @@ class PagedCache:
     @property
     def kernel_pages(self) -> int:
         """Pages of the pools that one page of 256 tokens takes in a layer."""
-        return PAGE_TOKENS // LATENT_PAGE if self.window_table is None else 1
+        return _kernel_pages(self.config)
 
     def replace(self, **changes: Any) -> "PagedCache":
         """The same cache with some fields exchanged."""
@@ -133,7 +133,7 @@ def bytes_per_token(spec: ModelSpec) -> dict[str, float]:
     """Bytes that each further token of a sequence takes in the streams that grow with it, over all layers."""
     layouts, counts = cache_layouts(spec), layer_counts(spec.config, spec.drafting)
     return {
-        name: counts[name] * layout.page_stride * _kernel_pages(spec, name) / PAGE_TOKENS
+        name: counts[name] * layout.page_stride * _kernel_pages(spec.config) / PAGE_TOKENS
         for name, layout in layouts.items()
         if name != "window"
     }
@@ -150,9 +150,9 @@ def bytes_per_row(spec: ModelSpec) -> dict[str, int]:
     return out
 
 
-def _kernel_pages(spec: ModelSpec, stream: str) -> int:
+def _kernel_pages(config: V4Config | DsaConfig) -> int:
     """Kernel pages of one 256-token page."""
-    if isinstance(spec.config, V4Config):
+    if isinstance(config, V4Config):
         return 1
     return PAGE_TOKENS // LATENT_PAGE
 
@@ -160,7 +160,12 @@ def _kernel_pages(spec: ModelSpec, stream: str) -> int:
 def window_pages(spec: ModelSpec) -> int:
     """Pages that hold the window before a chunk, and the chunk: the row's window table runs round them."""
     window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
-    return -(-(window - 1 + spec.prefill_chunk) // PAGE_TOKENS) + 1
+    return pages_of(window - 1 + spec.prefill_chunk) + 1
+
+
+def first_window_page(window: int, length: int) -> int:
+    """Ordinal of the first page of the window stream that tokens from ``length`` on see."""
+    return max(length - (window - 1), 0) // PAGE_TOKENS
 
 
 def _longest_chunk(spec: ModelSpec, window_pages: int) -> int:
@@ -203,7 +208,7 @@ def init_cache(
     whole_window = check_flag("whole_window", whole_window)
     if dtype is not None:
         spec = dataclasses.replace(spec, kv_layout=check_dtype(dtype))
-    row_pages = -(-max_seq_len // PAGE_TOKENS)
+    row_pages = pages_of(max_seq_len)
     live = row_pages if whole_window else min(row_pages, window_pages(spec))
     first = np.arange(batch, dtype=np.int32)[:, None]
     window_table = first * live + np.arange(row_pages, dtype=np.int32) % live
@@ -236,7 +241,7 @@ def open_cache(
         ValueError: more pages than int32 slot ids can address.
     """
     spec = model.spec
-    table = np.full((batch, -(-max_seq_len // PAGE_TOKENS)), -1, np.int32)
+    table = np.full((batch, pages_of(max_seq_len)), -1, np.int32)
     return _cache(
         spec,
         max_seq_len,
@@ -264,12 +269,8 @@ def _cache(
     layouts, counts = cache_layouts(spec), layer_counts(spec.config, spec.drafting)
     pools = {}
     for name, layout in layouts.items():
-        rows = counts[name] * (window_pages if name == "window" else pages) * _kernel_pages(spec, name)
-        if rows * layout.page_size > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"Expected the {name} pool to have at most 2**31 - 1 slots over all layers, got "
-                f"{rows * layout.page_size} for {batch=}, {max_seq_len=}"
-            )
+        rows = counts[name] * (window_pages if name == "window" else pages) * _kernel_pages(spec.config)
+        check_slots(name, rows * layout.page_size, f"for {batch=}, {max_seq_len=}")
         typed = layout.kind == "plain"
         shape = (rows, layout.page_size * layout.width if typed else layout.page_stride)
         pools[name] = jnp.zeros(shape, layout.value_dtype if typed else jnp.uint8)
@@ -291,6 +292,14 @@ def _cache(
         config=spec.config,
         boundaries=boundaries,
     )
+
+
+def check_slots(stream: str, slots: int, where: str) -> None:
+    """Refuses a pool with more slots than int32 ids can address; ``where``: what asks for them."""
+    if slots > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"Expected the {stream} pool to have at most 2**31 - 1 slots over all layers, got {slots} {where}"
+        )
 
 
 def take_rows(cache: PagedCache, rows: jax.Array) -> PagedCache:
@@ -405,6 +414,13 @@ def unshared(cache: PagedCache, *others: jax.Array) -> PagedCache:
         return leaf
 
     return jax.tree.map(own, cache)
+
+
+def check_arrays(cache: Any, doing: str) -> None:
+    """Refuses, beside what ``check_alive`` does, a cache that is traced; ``doing``: what looks at its values."""
+    check_alive(cache)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
+        raise TypeError(f"Expected a cache of arrays, got one that is traced: {doing} outside of jax.jit")
 
 
 def check_alive(cache: Any) -> None:

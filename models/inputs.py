@@ -10,7 +10,7 @@ from jmla.kernels.layouts import KVLayout
 from jmla.models.cache import PagedCache, check_alive
 from jmla.models.config.common import shown
 from jmla.models.params import layer_counts
-from jmla.models.spec import PAGE_TOKENS, Model, ModelSpec, cache_layouts
+from jmla.models.spec import Model, ModelSpec, cache_layouts, pages_of
 
 Array = jax.Array
 
@@ -155,7 +155,7 @@ def check_cache(model: Model, cache: PagedCache, batch: int) -> None:
         raise ValueError(
             f"Expected cache.pools to have {', '.join(dict(cache.layouts))}; got {shown(list(cache.pools))}"
         )
-    table = (batch, -(-cache.max_seq_len // PAGE_TOKENS))
+    table = (batch, pages_of(cache.max_seq_len))
     shapes = {"lengths": table[:1], "draft_lengths": table[:1], "table": table}
     for name, shape in (shapes | ({"window_table": table} if spec.is_v4 else {})).items():
         got = getattr(cache, name)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jmla.kernels.layouts import KVLayout
-from jmla.models.cache import PagedCache, check_alive
+from jmla.models.cache import PagedCache, check_arrays
 from jmla.models.config import DsaConfig, V4Config
 from jmla.models.config.common import shown
 from jmla.models.inputs import check_cache
@@ -45,9 +45,7 @@ UNRELATED = {  # to what a network computes, or told by how many layers write ea
 
 def save(cache: PagedCache, path: str | os.PathLike[str], overwrite: bool = False) -> None:
     """See ``PagedCache.save``."""
-    check_alive(cache)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
-        raise TypeError("Expected a cache of arrays, got one that is traced: save outside of jax.jit")
+    check_arrays(cache, "save")
     folder = _folder(path)
     new = not folder.exists()
     _check_target(folder, check_flag("overwrite", overwrite))

@@ -16,6 +16,11 @@ from jmla.models.options import check_dtype, check_flag, check_max_seq_len
 LATENT_PAGE = 64  # rows of a kernel page of V3.2 and GLM: four of them are one page
 
 
+def pages_of(tokens: int) -> int:
+    """Pages that hold this many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """Everything static about a loaded model; hashable, the static argument of every compiled step.

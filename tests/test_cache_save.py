@@ -1,6 +1,7 @@
 """Caches on disk: another process goes on exactly, other models are refused, saves happen whole or not at all."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -203,12 +204,12 @@ def test_pages_without_tokens_take_no_space(tmp_path, family):
     assert disk(tmp_path / "none") < 32 << 10
 
 
-def placed(folder):
-    """In a process with two devices."""
+def placed(folder, out):
+    """In a process with two devices; which of them hold each cache goes to a file."""
     first, second = jax.devices()
     mesh = jax.sharding.Mesh(np.array([first, second]), "x")
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    model = bare()
+    model, seen = bare(), []
     for weights, devices in (
         (jnp.zeros(2), {first}),
         (jax.device_put(jnp.zeros(2), second), {second}),
@@ -220,13 +221,16 @@ def placed(folder):
             assert leaf.is_fully_replicated
             assert leaf.committed == weights.committed
         assert_same(cache, filled(model))
-        cache.save(Path(folder, "again"), overwrite=True)
-        assert_same(jmla.PagedCache.load(Path(folder, "again"), model), cache)
+        cache.save(Path(out, "again"), overwrite=True)
+        assert_same(jmla.PagedCache.load(Path(out, "again"), model), cache)
+        seen.append(sorted({device.id for leaf in jax.tree.leaves(cache) for device in leaf.devices()}))
+    Path(out, "seen.json").write_text(json.dumps(seen))
 
 
 def test_the_cache_comes_to_the_devices_of_the_weights(tmp_path):
-    filled(bare()).save(tmp_path)
-    other_process("placed", tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    filled(bare()).save(tmp_path / "saved")
+    other_process("placed", tmp_path / "saved", tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert json.loads((tmp_path / "seen.json").read_text()) == [[0], [1], [0, 1]]
 
 
 # ---- what is refused
@@ -284,7 +288,11 @@ def test_other_page_sizes_versions_and_chunks_are_refused(sessions, tmp_path, mo
 def test_what_does_not_change_the_numbers_is_no_hindrance(sessions):
     model = bare(eos_token_id=(5,), torch_dtype="bfloat16", num_nextn_predict_layers=0, max_position_embeddings=600)
     options = {"deterministic": False, "dtype": "bfloat16", "implementation": "xla"}
-    jmla.PagedCache.load(sessions / "v4", dataclasses.replace(model, spec=dataclasses.replace(model.spec, **options)))
+    model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **options))
+    loaded = jmla.PagedCache.load(sessions / "v4", model)
+    assert loaded.config == model.spec.config
+    expected = filled(bare())
+    assert_same(loaded.replace(config=expected.config), expected)
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "other", "arrays"])

@@ -20,12 +20,12 @@ from jmla.engine.programs import Job, Programs, default_workers
 from jmla.engine.request import Handle, Request
 from jmla.kernels import dispatch
 from jmla.models import Model
-from jmla.models.cache import open_cache, window_pages
+from jmla.models.cache import first_window_page, open_cache, window_pages
 from jmla.models.config import V4Config
 from jmla.models.config.common import shown
 from jmla.models.options import check_flag
-from jmla.models.spec import PAGE_TOKENS, check_model
-from jmla.requests import complete_params, encode, end_token_array, end_token_ids, split_prompts
+from jmla.models.spec import PAGE_TOKENS, check_model, pages_of
+from jmla.requests import complete_params, encode, end_token_array, end_token_ids, split_prompts, tokenizer_of
 from jmla.sampling import DEFAULTS, RowParams, SamplingParams
 from jmla.values import check_integer, check_number, check_text
 
@@ -111,7 +111,7 @@ class Engine:
         chunk = min(spec.prefill_chunk, length)
         if prefill_chunk is not None:
             chunk = check_integer("prefill_chunk", prefill_chunk, 1, spec.prefill_chunk)
-        each = self._pages_of(min(length, ROOM))
+        each = pages_of(min(length, ROOM))
         count = rows * each if pages is None else check_integer("pages", pages, 1)
         length = min(length, count * PAGE_TOKENS)
         self._budget = chunk + rows if token_budget is None else check_integer("token_budget", token_budget, 1)
@@ -129,10 +129,7 @@ class Engine:
         windows = rows * window_pages(served) + points if self._window else 0
         self._sizes = {"pages": count, "window_pages": windows, "records": points}
         self._cache = open_cache(self._model, rows, length, **self._sizes)
-        self._pages = PagePool(count)
-        self._windows = PagePool(windows) if self._window else None
-        self._records = PagePool(points) if self._window else None
-        self._index = PrefixIndex(self._pages, self._windows, self._records, PAGE_TOKENS)
+        self._open_pools()
         self._table = np.full(self._cache.table.shape, -1, np.int32)
         self._window_table = self._table.copy() if self._window else None
         self._submitted = 0
@@ -142,13 +139,20 @@ class Engine:
         self._params = RowParams.pack([DEFAULTS] * rows)
         self._ends = end_token_ids(model)
         self._end_ids = end_token_array(self._ends)
-        self._tokenizer = model.text.tokenizer if model.text is not None else None
+        self._tokenizer = tokenizer_of(model)
         self._sent: list[np.ndarray] = []  # tables that the device has
         self._programs = Programs()
         self._lock = threading.RLock()
         self._stepping = False
         self._cancelled: list[Request] = []
         self.stats = Stats()
+
+    def _open_pools(self) -> None:
+        """Accounts of pages that nobody holds, and no prefixes."""
+        self._pages = PagePool(self._sizes["pages"])
+        self._windows = PagePool(self._sizes["window_pages"]) if self._window else None
+        self._records = PagePool(self._sizes["records"]) if self._window else None
+        self._index = PrefixIndex(self._pages, self._windows, self._records, PAGE_TOKENS)
 
     # ---- what callers do
 
@@ -207,7 +211,7 @@ class Engine:
             requests = []
             for index in range(params.draws):
                 pieces: list[str | int] = []
-                one = params.choice(index) if params.draws > 1 else params
+                one = params.choice(index)
                 output = Output(self._submitted, one, frozenset(self._ends), self._tokenizer, _taker(pieces, callback))
                 requests.append(Request(self._submitted, ids, one, output, priority, limit, salt, pieces=pieces))
                 self._submitted += 1
@@ -266,9 +270,7 @@ class Engine:
                 self._release(request)
             else:
                 self._preempt(request)
-        self._index.clear()
-        if self._records is not None:  # some may have been taken for what did not happen
-            self._records = self._index.records = PagePool(self._records.size)
+        self._open_pools()  # where nobody holds a page now, though some were taken for what did not happen
         self._sent = []
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
             rows = len(self._running)
@@ -329,10 +331,10 @@ class Engine:
             TypeError, ValueError: a bad option.
         """
         count = default_workers() if workers is None else check_integer("workers", workers, 1)
-        shown_ = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
+        bar = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
         with self._lock, dispatch.following(self._model.params, self._cache):
             self._load_tables()
-            self._programs.compile(list(self._jobs()), count, shown_)
+            self._programs.compile(list(self._jobs()), count, bar)
 
     @property
     def max_seq_len(self) -> int:
@@ -389,8 +391,8 @@ class Engine:
             return True  # every request fits alone
         room = self.free_pages + sum(self._index.only_reader(page) for r in instead for page in r.pages)
         room -= sum(self._index.only_kept(page) for page in pages)  # would be read, and not be free
-        promised = sum(max(self._pages_of(r.known + 1) - len(r.pages), 0) for r in beside)
-        need = self._pages_of(request.known + 1) - len(pages)
+        promised = sum(max(pages_of(r.known + 1) - len(r.pages), 0) for r in beside)
+        need = pages_of(request.known + 1) - len(pages)
         return need + promised + len(beside) <= room
 
     def _place(self, request: Request, path: list[Node], known: int) -> None:
@@ -550,20 +552,12 @@ class Engine:
     # ---- pages
 
     @staticmethod
-    def _pages_of(tokens: int) -> int:
-        return -(-tokens // PAGE_TOKENS)
-
-    @staticmethod
     def _take(pool: PagePool, give_back: Callable[[], bool]) -> int | None:
         """A page, at worst one that ``give_back`` frees; None if there is none."""
         page = pool.take()
         while page is None and give_back():
             page = pool.take()
         return page
-
-    def _first_window(self, length: int) -> int:
-        """Ordinal of the first window page that tokens from ``length`` on see."""
-        return max(length - (self._window - 1), 0) // PAGE_TOKENS
 
     def _hold_window(self, request: Request, ordinal: int, page: int) -> None:
         request.windows[ordinal] = page
@@ -572,7 +566,7 @@ class Engine:
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Pages for ``count`` more tokens, at worst from requests that rank behind; False if this one had to go."""
-        while len(request.pages) < self._pages_of(request.length + count):
+        while len(request.pages) < pages_of(request.length + count):
             page = self._take(self._pages, self._index.give_back_page)
             if page is None:
                 others = [r for r in self._running if r is not None and r is not request]
@@ -588,7 +582,7 @@ class Engine:
             self._table[request.row, len(request.pages)] = page
             request.pages.append(page)
         if self._windows is not None:
-            for ordinal in range(self._first_window(request.length), (request.length + count - 1) // PAGE_TOKENS + 1):
+            for ordinal in range(first_window_page(self._window, request.length), pages_of(request.length + count)):
                 if ordinal not in request.windows:
                     self._hold_window(request, ordinal, self._take_window())
         return True
@@ -625,7 +619,7 @@ class Engine:
         if record >= 0 and self._records is not None:
             self._records.release(record)
         if self._windows is not None and self._window_table is not None:
-            for ordinal in [o for o in request.windows if o < self._first_window(length)]:
+            for ordinal in [o for o in request.windows if o < first_window_page(self._window, length)]:
                 self._windows.release(request.windows.pop(ordinal))
                 self._window_table[request.row, ordinal] = -1
 
