@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         forward,
         init_cache,
         prefill,
+        rollback,
     )
     from jmla.sampling import SamplingParams
 
@@ -52,6 +53,7 @@ _HOMES = {
     "init_cache": "jmla.models",
     "load": "jmla.loading",
     "prefill": "jmla.models",
+    "rollback": "jmla.models",
 }
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "init_cache",
     "load",
     "prefill",
+    "rollback",
 ]
 
 

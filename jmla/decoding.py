@@ -10,6 +10,7 @@ from jax import lax
 from jmla import models, sampling
 from jmla.models import Model, PagedCache
 from jmla.models.cache import record_boundaries
+from jmla.models.spec import ModelSpec, hidden_shape
 from jmla.sampling import History, RowParams
 
 BLOCK = 16  # tokens that one launch of the decode loop makes at most
@@ -19,22 +20,42 @@ Made = tuple[jax.Array, ...]  # tokens, their log-probabilities, the likeliest i
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Unread:
+    """What the draft block has yet to read of each row: its last ``counts [B]`` tokens in the cache, as the trunk's
+    ``hidden [B, n, ...]`` and the ``tokens [B, n]`` that follow each."""
+
+    hidden: jax.Array
+    tokens: jax.Array
+    counts: jax.Array
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, batch: int, count: int) -> "Unread":
+        """Nothing, with room for ``count`` tokens a row."""
+        hidden = jnp.zeros((batch, count, *hidden_shape(spec.config)), spec.dtype)
+        return cls(hidden, jnp.zeros((batch, count), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rows:
     """State of the decode loop: ``token [B]`` last token of each row, ``made [B]`` tokens made, ``active [B]`` rows
-    that go on, ``limit [B]`` tokens to make at most, and the sampler's history."""
+    that go on, ``limit [B]`` tokens to make at most, the sampler's history, and where tokens are drafted what the draft
+    block has not read."""
 
     token: jax.Array
     made: jax.Array
     active: jax.Array
     limit: jax.Array
     history: History
+    unread: Unread | None = None
 
     @classmethod
-    def empty(cls, batch: int, vocab_size: int) -> "Rows":
-        """Rows that do nothing."""
-        zeros = jnp.zeros(batch, jnp.int32)
-        history = History(jnp.zeros((batch, vocab_size), bool), jnp.zeros((batch, vocab_size), jnp.int32))
-        return cls(zeros, jnp.copy(zeros), jnp.zeros(batch, bool), jnp.copy(zeros), history)
+    def empty(cls, spec: ModelSpec, batch: int, drafts: int = 0) -> "Rows":
+        """Rows that do nothing; with room for ``drafts`` at a time."""
+        zeros, vocab = jnp.zeros(batch, jnp.int32), spec.config.vocab_size
+        history = History(jnp.zeros((batch, vocab), bool), jnp.zeros((batch, vocab), jnp.int32))
+        unread = Unread.empty(spec, batch, drafts + 1) if drafts else None
+        return cls(zeros, jnp.copy(zeros), jnp.zeros(batch, bool), jnp.copy(zeros), history, unread)
 
 
 def choose(
@@ -48,6 +69,18 @@ def choose(
     going = rows.active & (made < rows.limit) & ~jnp.any(token[:, None] == ends, -1)
     history = rows.history.add(token, rows.active)
     return replace(rows, token=token, made=made, active=going, history=history), (token, logprob, *top)
+
+
+def nothing_made(rows: Rows) -> Made:
+    """Room for ``BLOCK`` tokens of each row."""
+    batch, vocab = rows.history.counts.shape
+    width = min(sampling.MAX_LOGPROBS, vocab)
+    return (
+        jnp.zeros((batch, BLOCK), jnp.int32),
+        jnp.zeros((batch, BLOCK), jnp.float32),
+        jnp.zeros((batch, BLOCK, width), jnp.int32),
+        jnp.zeros((batch, BLOCK, width), jnp.float32),
+    )
 
 
 def decode_block(
@@ -79,14 +112,7 @@ def decode_block(
         The cache, the rows, and the new ``tokens [B, BLOCK]``, their log-probabilities ``[B, BLOCK]``, the likeliest
         ids and their log-probabilities ``[B, BLOCK, n]``.
     """
-    batch, vocab = rows.history.counts.shape
-    width = min(sampling.MAX_LOGPROBS, vocab)
-    out = (
-        jnp.zeros((batch, BLOCK), jnp.int32),
-        jnp.zeros((batch, BLOCK), jnp.float32),
-        jnp.zeros((batch, BLOCK, width), jnp.int32),
-        jnp.zeros((batch, BLOCK, width), jnp.float32),
-    )
+    out = nothing_made(rows)
 
     def body(carry: Any) -> Any:
         step, cache, rows, out = carry

@@ -6,6 +6,7 @@ from jmla.models.checkpoint.places import placements
 from jmla.models.params import abstract_params, layer_counts, layer_stacks
 from jmla.models.spec import Model, ModelSpec, make_model
 from jmla.models.steps import decode, draft, forward, prefill
+from jmla.models.undo import rollback
 
 __all__ = [
     "CacheConsumedError",
@@ -26,4 +27,5 @@ __all__ = [
     "make_model",
     "placements",
     "prefill",
+    "rollback",
 ]

@@ -9,7 +9,6 @@ import numpy as np
 from jmla.models.cache import PagedCache, check_arrays, check_slots, copy_pages
 from jmla.models.config.common import shown
 from jmla.models.options import as_integer, check_integer
-from jmla.models.params import layer_counts
 from jmla.models.spec import PAGE_TOKENS
 
 MOST = 2**16  # branches
@@ -41,8 +40,7 @@ def fork(cache: PagedCache, row: int, n: int = 1) -> PagedCache:
         raise ValueError(f"Expected row={shown(row)} to be an integer in 0..{cache.batch - 1}, the rows of the cache")
     row, n = at, check_integer("n", n, MOST, "branches")
     # What the draft block writes for a token depends on the next one, which a branch chooses for itself.
-    drafting = dict(cache.layers) != layer_counts(cache.config, False)
-    full = max(int(cache.lengths[row]) - drafting, 0) // PAGE_TOKENS
+    full = max(int(cache.lengths[row]) - cache.drafting, 0) // PAGE_TOKENS
     grown: dict[str, jax.Array] = {}
     changes: dict[str, Any] = {"window_table": None}
     copies = {}

@@ -15,6 +15,7 @@ from jmla.models.options import check_dtype, check_flag, check_integer
 from jmla.models.params import layer_counts
 from jmla.models.spec import LATENT_PAGE, PAGE_TOKENS, Model, ModelSpec, cache_layouts, check_model, pages_of
 
+MOST_ROLLBACK = 64
 RECORDED = ("csa", "index")  # streams whose running windows cross the ends of pages
 
 
@@ -77,6 +78,18 @@ class PagedCache:
     def replace(self, **changes: Any) -> "PagedCache":
         """The same cache with some fields exchanged."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the draft block's layer has its place in the pools."""
+        return dict(self.layers) != layer_counts(self.config, False)
+
+    @property
+    def rollback_room(self) -> int:
+        """Tokens that ``jmla.rollback`` can take back."""
+        if isinstance(self.config, V4Config):
+            return self.states["hca"].shape[2] - self.config.hca_ratio
+        return self.max_seq_len
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -174,20 +187,27 @@ def _longest_chunk(spec: ModelSpec, window_pages: int) -> int:
     return (window_pages - 1) * PAGE_TOKENS - (window - 1)
 
 
-def _state_shapes(spec: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
+def _state_shapes(spec: ModelSpec, batch: int, spare: int = 0) -> dict[str, tuple[int, ...]]:
+    """Shapes of the compressors' states, with room for ``spare`` tokens that may be taken back."""
     config = spec.config
     if not isinstance(config, V4Config):
         return {}
     counts = layer_counts(config, spec.drafting)
     return {
-        "csa": (counts["csa"], batch, 2 * config.csa_ratio, 4 * config.head_dim),
-        "index": (counts["csa"], batch, 2 * config.csa_ratio, 4 * config.index_head_dim),
-        "hca": (counts["hca"], batch, config.hca_ratio, 2 * config.head_dim),
+        "csa": (counts["csa"], batch, 2 * config.csa_ratio + spare, 4 * config.head_dim),
+        "index": (counts["csa"], batch, 2 * config.csa_ratio + spare, 4 * config.index_head_dim),
+        "hca": (counts["hca"], batch, config.hca_ratio + spare, 2 * config.head_dim),
     }
 
 
 def init_cache(
-    model: Model, batch: int, max_seq_len: int, *, whole_window: bool = False, dtype: str | None = None
+    model: Model,
+    batch: int,
+    max_seq_len: int,
+    *,
+    whole_window: bool = False,
+    dtype: str | None = None,
+    rollback: int = 0,
 ) -> PagedCache:
     """An empty cache for ``batch`` sequences of up to ``max_seq_len`` tokens each, all pages handed out.
 
@@ -197,15 +217,18 @@ def init_cache(
         max_seq_len: tokens a row can hold.
         whole_window: keep every window page (V4) instead of running round the last few.
         dtype: "bfloat16" or "float32", a plain format to use in place of the model's own; None keeps that.
+        rollback: tokens that ``jmla.rollback`` may take back, 0 to 64: room that V4's compressors need.
 
     Raises:
         TypeError: no model, or a flag that is no bool.
-        ValueError: ``batch``, ``max_seq_len`` or ``dtype`` out of range, or more pages than int32 slot ids can address.
+        ValueError: ``batch``, ``max_seq_len``, ``dtype`` or ``rollback`` out of range, or more pages than int32 slot
+            ids can address.
     """
     spec = check_model(model).spec
     batch = check_integer("batch", batch, INT32_MAX, "as slots are int32")
     max_seq_len = check_integer("max_seq_len", max_seq_len, spec.max_seq_len, "the model's max_seq_len")
     whole_window = check_flag("whole_window", whole_window)
+    spare = check_integer("rollback", rollback, MOST_ROLLBACK, "tokens", low=0)
     if dtype is not None:
         spec = dataclasses.replace(spec, kv_layout=check_dtype(dtype))
     row_pages = pages_of(max_seq_len)
@@ -220,12 +243,20 @@ def init_cache(
         pages=batch * row_pages,
         window_pages=batch * live,
         records=0,
+        spare=spare,
         chunk=max_seq_len if live == row_pages else _longest_chunk(spec, live),
     )
 
 
 def open_cache(
-    model: Model, batch: int, max_seq_len: int, *, pages: int, window_pages: int = 0, records: int = 0
+    model: Model,
+    batch: int,
+    max_seq_len: int,
+    *,
+    pages: int,
+    window_pages: int = 0,
+    records: int = 0,
+    rollback: int = 0,
 ) -> PagedCache:
     """An empty cache whose pages are not handed out: tables hold -1 until the caller puts page ids there.
 
@@ -236,6 +267,7 @@ def open_cache(
         pages: of 256 tokens, of all rows together, in the streams that share ``table``.
         window_pages: likewise of V4's window stream.
         records: states at ends of pages that can be kept (V4).
+        rollback: tokens that may be taken back.
 
     Raises:
         ValueError: more pages than int32 slot ids can address.
@@ -250,6 +282,7 @@ def open_cache(
         pages=pages,
         window_pages=window_pages,
         records=records,
+        spare=rollback,
         chunk=max_seq_len,
     )
 
@@ -263,6 +296,7 @@ def _cache(
     pages: int,
     window_pages: int,
     records: int,
+    spare: int,
     chunk: int,
 ) -> PagedCache:
     batch = len(table)
@@ -276,11 +310,11 @@ def _cache(
         pools[name] = jnp.zeros(shape, layout.value_dtype if typed else jnp.uint8)
     boundaries = {}
     if records:
-        shapes = _state_shapes(spec, records)
+        shapes = _state_shapes(spec, records, spare)
         boundaries = {name: jnp.zeros(shapes[name], jnp.float32) for name in RECORDED if name in shapes}
     return PagedCache(
         pools=pools,
-        states={name: jnp.zeros(shape, jnp.float32) for name, shape in _state_shapes(spec, batch).items()},
+        states={name: jnp.zeros(shape, jnp.float32) for name, shape in _state_shapes(spec, batch, spare).items()},
         table=jnp.asarray(table),
         window_table=None if window_table is None else jnp.asarray(window_table),
         lengths=jnp.zeros((batch,), jnp.int32),
@@ -330,9 +364,17 @@ def put_rows(cache: PagedCache, rows: jax.Array, part: PagedCache) -> PagedCache
     )
 
 
-def record_boundaries(cache: PagedCache, records: jax.Array) -> PagedCache:
-    """Keeps the states of rows that stand at the end of a page in ``records [B]``, -1 for those not to keep."""
-    here = (records >= 0) & (cache.lengths % PAGE_TOKENS == 0) & (cache.lengths > 0)
+def record_boundaries(cache: PagedCache, records: jax.Array, before: jax.Array | None = None) -> PagedCache:
+    """Keeps the states of rows that stand at the end of a page in ``records [B]``, -1 for those not to keep.
+
+    With ``before [B]``, their lengths before at most as many tokens as may be taken back, also of rows that have passed
+    one since: their rings still hold what was there, and nobody reads the tokens behind it.
+    """
+    if before is None:
+        passed = (cache.lengths % PAGE_TOKENS == 0) & (cache.lengths > 0)
+    else:
+        passed = cache.lengths // PAGE_TOKENS > before // PAGE_TOKENS
+    here = (records >= 0) & passed
     count = next(iter(cache.boundaries.values())).shape[1]
     target = jnp.where(here, records, count)  # dropped
 
@@ -343,7 +385,7 @@ def record_boundaries(cache: PagedCache, records: jax.Array) -> PagedCache:
 
 
 def place_row(cache: PagedCache, row: jax.Array, length: jax.Array, record: jax.Array, source: jax.Array) -> PagedCache:
-    """The cache whose ``row`` goes on behind ``length`` tokens.
+    """The cache whose ``row`` goes on behind ``length`` tokens, which its pages hold for the draft block too.
 
     Its states are those of the row ``source``, or those of ``record``, or none; -1 stands for no row and no record.
     """
@@ -358,7 +400,7 @@ def place_row(cache: PagedCache, row: jax.Array, length: jax.Array, record: jax.
     return cache.replace(
         states={name: restored(name, state) for name, state in cache.states.items()},
         lengths=cache.lengths.at[row].set(length),
-        draft_lengths=cache.draft_lengths.at[row].set(0),
+        draft_lengths=cache.draft_lengths.at[row].set(length if cache.drafting else 0),
     )
 
 

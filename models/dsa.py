@@ -133,7 +133,13 @@ class DsaLayer(nnx.Module):
         return x, {"h": h, "chosen": chosen, "weights": weights, "shared": self.moe.shared(h)}
 
     def __call__(
-        self, ctx: StepContext, x: jax.Array, store: Store, at: dict[str, jax.Array], carried: jax.Array | None
+        self,
+        ctx: StepContext,
+        x: jax.Array,
+        store: Store,
+        at: dict[str, jax.Array],
+        carried: jax.Array | None,
+        reuse: bool = False,
     ) -> tuple[jax.Array, Store, jax.Array]:
         """Runs the layer over the rows of a pass.
 
@@ -143,6 +149,7 @@ class DsaLayer(nnx.Module):
             store: pools.
             at: this layer's ordinal among the layers of each stream.
             carried: ``[R, k]`` selection of the nearest earlier full layer, used by a shared one.
+            reuse: whether a full layer attends it too; its keys are written all the same.
 
         Returns:
             New rows, new store, and the selection ``[R, k]`` that the layer attended.
@@ -164,6 +171,8 @@ class DsaLayer(nnx.Module):
             implementation=ctx.implementation("kv_pack"),
         )
         if self.kind.indexer == "full":
+            self.write_keys(ctx, parts, pools, at)
+        if self.kind.indexer == "full" and not reuse:
             chosen = self.select(ctx, parts, pools, at)
         elif carried is not None:
             chosen = carried
@@ -197,24 +206,27 @@ class DsaLayer(nnx.Module):
             x = ctx.rowwise(lambda x, a, b: x + (a + b).astype(x.dtype), x, summed, routed["shared"])
         return x, {"pools": pools, "states": store["states"]}, chosen
 
-    def select(
+    def write_keys(
         self, ctx: StepContext, parts: dict[str, jax.Array], pools: dict[str, jax.Array], at: dict[str, jax.Array]
-    ) -> jax.Array:
-        """Writes the rows' index keys and picks the ``index_topk`` best keys that each row may see."""
-        pages = at["index"] * ctx.layer_pages("index", pools)
-        slots = ctx.slots(ctx.positions, ctx.table, PAGE_TOKENS, pages * LATENT_PAGE).reshape(-1)
+    ) -> None:
+        """Writes the rows' index keys."""
+        first = at["index"] * ctx.layer_pages("index", pools) * LATENT_PAGE
         pools["index"] = kernels.kv_pack(
             parts["index_k"],
-            slots,
+            ctx.slots(ctx.positions, ctx.table, PAGE_TOKENS, first).reshape(-1),
             pools["index"],
             layout=ctx.layouts["index"],
             implementation=ctx.implementation("kv_pack"),
         )
-        visible = ctx.visible(1)
+
+    def select(
+        self, ctx: StepContext, parts: dict[str, jax.Array], pools: dict[str, jax.Array], at: dict[str, jax.Array]
+    ) -> jax.Array:
+        """The ``index_topk`` best keys that each row may see."""
+        pages = at["index"] * ctx.layer_pages("index", pools)
         table = ctx.page_table(ctx.table, PAGE_TOKENS // LATENT_PAGE, pages)
-        return select(
-            ctx, parts["index_q"], parts["index_weights"], pools["index"], table, visible, self.config.index_topk
-        )
+        q, weights = parts["index_q"], parts["index_weights"]
+        return select(ctx, q, weights, pools["index"], table, ctx.visible(1), self.config.index_topk)
 
 
 def softmax_scale(config: DsaConfig) -> float:

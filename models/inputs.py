@@ -138,6 +138,19 @@ def check_hidden(hidden: Any, shape: tuple[int, ...]) -> Array:
     return on_device(hidden, hidden.dtype)
 
 
+def check_selected(selected: Any, shape: tuple[int, ...]) -> Array:
+    """Positions that a draft step attends, of the given shape; what is out of range is none.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: another shape.
+    """
+    selected = as_integers("selected", selected)
+    if selected.shape != shape:
+        raise ValueError(f"Expected selected to have shape {shape}, got {selected.shape}")
+    return on_device(selected, np.int32)
+
+
 def check_cache(model: Model, cache: PagedCache, batch: int) -> None:
     """Refuses a cache of another batch or another model, and one that a step has consumed."""
     check_alive(cache)

@@ -40,21 +40,22 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-def check_integer(name: str, value: Any, high: int, limit: str) -> int:
-    """A positive integer of any type.
+def check_integer(name: str, value: Any, high: int, limit: str, low: int = 1) -> int:
+    """An integer of any type, by default a positive one.
 
     Args:
         name: of the option.
         value: any integer but a bool.
         high: the largest that is allowed.
         limit: what ``high`` is, for the message.
+        low: the smallest that is allowed.
 
     Raises:
-        ValueError: no integer, or not in ``1..high``.
+        ValueError: no integer, or not in ``low..high``.
     """
     number = as_integer(value)
-    if number is None or not 1 <= number <= high:
-        raise ValueError(f"Expected {name}={shown(value)} to be an integer in 1..{high}, {limit}")
+    if number is None or not low <= number <= high:
+        raise ValueError(f"Expected {name}={shown(value)} to be an integer in {low}..{high}, {limit}")
     return number
 
 

@@ -21,6 +21,13 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
+def hidden_shape(config: V4Config | DsaConfig) -> tuple[int, ...]:
+    """Shape of what the draft block takes over from the trunk for a token: V4's residual streams, or one."""
+    if isinstance(config, V4Config):
+        return config.hc_mult, config.hidden_size
+    return (config.hidden_size,)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """Everything static about a loaded model; hashable, the static argument of every compiled step.

@@ -12,10 +12,20 @@ from jmla.kernels import dispatch
 from jmla.kernels.rowwise import rowwise
 from jmla.models import trunk
 from jmla.models.cache import PagedCache, init_cache, unshared
+from jmla.models.config import V4Config
 from jmla.models.context import StepContext, Store
-from jmla.models.inputs import as_array, check_active, check_cache, check_counts, check_hidden, check_ids, is_host
+from jmla.models.inputs import (
+    as_array,
+    check_active,
+    check_cache,
+    check_counts,
+    check_hidden,
+    check_ids,
+    check_selected,
+    is_host,
+)
 from jmla.models.options import check_flag
-from jmla.models.spec import Model, ModelSpec, check_model
+from jmla.models.spec import Model, ModelSpec, check_model, hidden_shape
 
 Array = jax.Array
 
@@ -132,20 +142,33 @@ def _advance(
 
 
 def _draft(
-    spec: ModelSpec, params: dict[str, Any], cache: PagedCache, hidden: Array, tokens: Array, counts: Array
+    spec: ModelSpec,
+    params: dict[str, Any],
+    cache: PagedCache,
+    hidden: Array,
+    tokens: Array,
+    counts: Array,
+    selected: Array | None,
+    return_selected: bool,
 ) -> tuple[dict[str, Array], PagedCache]:
     head = params["ends"]["head"]
 
     def one(cache: PagedCache, inputs: Any, counts: Array) -> tuple[PagedCache, Array, dict[str, Array]]:
-        hidden, tokens = inputs
+        hidden, tokens, *given = inputs
         ctx = trunk.make_context(spec, cache, tokens, counts, cache.draft_lengths)
-        x, store, block = trunk.run_draft(ctx, params, hidden.reshape(-1, *hidden.shape[2:]), _store(cache))
+        keys = given[0].reshape(-1, given[0].shape[-1]) if given else None
+        x, store, block, chosen = trunk.run_draft(
+            ctx, params, hidden.reshape(-1, *hidden.shape[2:]), _store(cache), keys
+        )
         logits = _masked(ctx.rowwise(lambda x: block.logits(x, head), x), ctx.flat_positions >= 0)
         outputs = {"logits": _by_token(ctx, logits), "hidden": _by_token(ctx, ctx.rowwise(block.hidden, x))}
+        if return_selected and chosen is not None:
+            outputs["selected"] = _by_token(ctx, chosen)
         cache = cache.replace(**store, draft_lengths=cache.draft_lengths + ctx.counts)
         return cache, _last_valid(x, ctx), outputs
 
-    cache, _, outputs = _chunked(one, cache, (hidden, tokens), counts, spec.prefill_chunk)
+    inputs = (hidden, tokens) if selected is None else (hidden, tokens, selected)
+    cache, _, outputs = _chunked(one, cache, inputs, counts, spec.prefill_chunk)
     return outputs, cache
 
 
@@ -153,11 +176,11 @@ def _draft(
 def _compiled(name: str, donate: bool) -> Any:
     donated = ("cache",) if donate else ()
     if name == "draft":
-        return jax.jit(_draft, static_argnames=("spec",), donate_argnames=donated)
+        return jax.jit(_draft, static_argnames=("spec", "return_selected"), donate_argnames=donated)
     return jax.jit(_advance, static_argnames=("spec", "all_logits", "return_hidden"), donate_argnames=donated)
 
 
-def _launch(name: str, model: Model, cache: PagedCache, donate: Any, inputs: dict[str, Array], **options: bool) -> Any:
+def _launch(name: str, model: Model, cache: PagedCache, donate: Any, inputs: dict[str, Any], **options: bool) -> Any:
     """Runs a compiled step on a cache, which it may take over, and on inputs, which it only reads."""
     donate = check_flag("donate", donate)
     cache = unshared(cache, *inputs.values()) if donate else cache
@@ -261,8 +284,16 @@ def decode(
 
 
 def draft(
-    model: Model, hidden: Any, tokens: Any, cache: PagedCache, *, lengths: Any = None, donate: bool = True
-) -> tuple[Array, Array, PagedCache]:
+    model: Model,
+    hidden: Any,
+    tokens: Any,
+    cache: PagedCache,
+    *,
+    lengths: Any = None,
+    selected: Any = None,
+    return_selected: bool = False,
+    donate: bool = True,
+) -> Any:
     """Runs the multi-token-prediction block, which predicts the token after next.
 
     It keeps its own place in the cache (``cache.draft_lengths``), so feed it every position once, in order: the hidden
@@ -275,16 +306,24 @@ def draft(
         tokens: ``[B, T]`` or ``[B]``: the token that follows each position.
         cache: the cache; its buffers are taken over unless ``donate=False``.
         lengths: ``[B]`` valid tokens of this call, as for ``prefill``; default all.
+        selected: ``[B, T, k]`` or ``[B, k]`` int32 positions, -1 for none, to attend in place of those that the block's
+            indexer would choose: where the config's ``index_share_for_mtp_iteration`` says so, the first step's choice
+            for the further ones. Not for V4, whose block has a window alone.
+        return_selected: also return what was attended.
         donate: whether the cache may be updated in place.
 
     Returns:
-        ``(logits, hidden, cache)``, with the leading axes of ``tokens``.
+        ``(logits, hidden, cache)`` or ``(logits, hidden, selected, cache)``, with the leading axes of ``tokens``.
 
     Raises:
-        As ``prefill``; also ValueError if the model has no draft block.
+        As ``prefill``; also ValueError if the model has no draft block, or none with an indexer.
     """
     if not check_model(model).spec.drafting:
         raise ValueError("Expected a model with a draft (MTP) block; this checkpoint was loaded without one")
+    return_selected = check_flag("return_selected", return_selected)
+    config = model.spec.config
+    if isinstance(config, V4Config) and (return_selected or selected is not None):
+        raise ValueError("Expected no selected and no return_selected: V4's draft block attends a window alone")
     tokens = as_array("tokens", tokens)
     single = tokens.ndim == 1
     tokens = check_ids(model.spec, tokens, "[B]" if single else "[B, T]", None if single else lengths)
@@ -292,13 +331,19 @@ def draft(
     tokens = tokens[:, None] if single else tokens
     batch, length = tokens.shape
     check_cache(model, cache, batch)
-    config = model.spec.config
-    width = (config.hc_mult, config.hidden_size) if model.spec.is_v4 else (config.hidden_size,)  # type: ignore[union-attr]
+    width = hidden_shape(config)
     hidden = check_hidden(hidden, (*shape, *width)).reshape(batch, length, *width)
     counts = check_counts("lengths", np.full(batch, length) if lengths is None else lengths, batch, length)
-    outputs, cache = _launch("draft", model, cache, donate, {"hidden": hidden, "tokens": tokens, "counts": counts})
-    logits, hidden = outputs["logits"], outputs["hidden"]
-    return (logits[:, 0], hidden[:, 0], cache) if single else (logits, hidden, cache)
+    inputs = {"hidden": hidden, "tokens": tokens, "counts": counts, "selected": None}
+    if selected is not None and not isinstance(config, V4Config):
+        wanted = (*shape, config.index_topk)
+        inputs["selected"] = check_selected(selected, wanted).reshape(batch, length, -1)
+    outputs, cache = _launch("draft", model, cache, donate, inputs, return_selected=return_selected)
+    if single:
+        outputs = {name: output[:, 0] for name, output in outputs.items()}
+    if return_selected:
+        return outputs["logits"], outputs["hidden"], outputs["selected"], cache
+    return outputs["logits"], outputs["hidden"], cache
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "return_selected"))

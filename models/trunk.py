@@ -131,12 +131,14 @@ def _with_experts(layer: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]
 
 
 def run_draft(
-    ctx: StepContext, params: dict[str, Any], hidden: jax.Array, store: Store
-) -> tuple[jax.Array, Store, Any]:
+    ctx: StepContext, params: dict[str, Any], hidden: jax.Array, store: Store, chosen: jax.Array | None = None
+) -> tuple[jax.Array, Store, Any, jax.Array | None]:
     """The draft block over the rows of a pass: ``hidden`` of each position and the token that follows it.
 
+    With ``chosen [R, k]`` these keys are attended in place of those that its indexer would choose (V3.2, GLM).
+
     Returns:
-        Rows after the block's layer, the new store, and the block's module.
+        Rows after the block's layer, the new store, the block's module, and the keys attended (None for V4).
     """
     block = draft(ctx.spec, params)
     table = params["ends"]["embed"]
@@ -144,10 +146,10 @@ def run_draft(
     counts = layer_counts(ctx.spec.config, False)  # the draft layer comes after the trunk's in each of its streams
     at = {name: jnp.int32(count) for name, count in counts.items()}
     if ctx.spec.is_v4:
-        x, store, _ = block.layer(ctx, x, store, at)
+        x, store, chosen = block.layer(ctx, x, store, at)
     else:
-        x, store, _ = block.layer(ctx, x, store, at, None)
-    return x, store, block
+        x, store, chosen = block.layer(ctx, x, store, at, chosen, reuse=chosen is not None)
+    return x, store, block, chosen
 
 
 def make_context(

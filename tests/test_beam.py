@@ -54,6 +54,7 @@ def test_beams_are_those_of_a_slow_search(family):
     assert [beam.score for beam in got] == sorted((beam.score for beam in got), reverse=True)
 
 
+@pytest.mark.slow
 def test_one_beam_is_greedy():
     (beam,) = jmla.beam_search(model("v32"), prompt(20), beams=1, max_new_tokens=5)
     assert beam.completion == jmla.generate(model("v32"), prompt(20), max_new_tokens=5)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from jmla.bench import serve
 from jmla.bench.__main__ import app
 from jmla.bench.serve import Chat, Served
-from jmla.engine import Engine
+from jmla.engine import Engine, Stats
 from jmla.requests import end_token_ids
 from jmla.text import TextSupport
 from tests.tiny import tiny_model
@@ -42,7 +42,11 @@ def test_percentiles():
     assert serve.spread(list(range(101))) == {"mean": 50, "p50": 50, "p99": 99}
     assert serve.spread([]) == {"mean": None, "p50": None, "p99": None}
     counts = {"compilations": 1, "compilation_seconds": 0.5, "warm_up_compilations": 2, "warm_up_seconds": 3.0}
-    said = serve.report(serve.figures([Served(0.0, 2, [(0.25, 1)], 0.5)]) | counts)
+    stats = Stats(steps=4, late_steps=1, host_seconds=0.5, step_seconds=2.0, drafted_tokens=6, accepted_tokens=3)
+    found = serve.figures([Served(0.0, 2, [(0.25, 1)], 0.5)]) | serve.engine_figures(stats)
+    said = serve.report(found | counts)
+    assert "3 of 6 drafts were right." in said
+    assert "next work: 25.0% of all steps; in 1 of 4 the device" in said
     assert "2.0 output tokens/s, 6.0 prompt and output tokens/s" in said
     assert "| time to first token | 250.0 | 250.0 | 250.0 |" in said
     assert "| delivery gap | - | - | - |" in said

@@ -80,6 +80,7 @@ def test_record_in_docs_states_numbers_within_the_bounds():
         assert f"{number:.4f}" in page
 
 
+@pytest.mark.slow
 def test_chunks_around_the_true_window_are_bitwise_equal():
     """Chunks of 127, 128 and 129 tokens, with the true window and ratios, in the FP8 cache too."""
     ids = np.random.default_rng(0).integers(6, 1024, 300).astype(np.int32)

@@ -63,7 +63,8 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("family", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "glm"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["v32", "v4", "glm"])
 def test_tokens_are_those_of_a_request_alone(family):
     """Prompts that share beginnings, with pages for one and a half of them, twice over."""
     prompts = [prompt(254), prompt(254, fork=200), prompt(300), prompt(300, fork=270), prompt(490, fork=256)]

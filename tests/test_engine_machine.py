@@ -1,4 +1,4 @@
-"""Random work for an engine: submissions, forks, steps, cancellations, deadlines, priorities; each as if alone."""
+"""Random work for an engine: submissions, forks, drafts, steps, cancellations, deadlines, priorities; each as alone."""
 
 import numpy as np
 import pytest
@@ -22,11 +22,12 @@ class EngineMachine(RuleBasedStateMachine):
     """An engine of two rows with few pages, against requests that ran alone."""
 
     family = "v32"
+    drafts = 0
 
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.engine = make(self.family, clock=lambda: self.now)
+        self.engine = make(self.family, clock=lambda: self.now, drafts=self.drafts)
         self.away = [self.engine._pages.take() for _ in range(4)]
         self.asked = []
 
@@ -91,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.every_page_is_accounted_for()
 
 
-def _machine(family, examples, steps):
+def _machine(family, examples, steps, drafts=0):
     kept = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -99,11 +100,14 @@ def _machine(family, examples, steps):
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    case = type(f"Machine_{family}", (EngineMachine,), {"family": family}).TestCase
+    case = type(f"Machine_{family}_{drafts}", (EngineMachine,), {"family": family, "drafts": drafts}).TestCase
     case.settings = kept
     return case
 
 
-TestEngineOfV32 = _machine("v32", 50, 40)
+TestEngineOfV32 = _machine("v32", 25, 40)
+TestDraftsOfV32 = _machine("v32", 25, 40, drafts=2)
 TestEngineOfV4 = pytest.mark.slow(_machine("v4", 50, 40))
 TestEngineOfGlm = pytest.mark.slow(_machine("glm", 50, 40))
+TestDraftsOfV4 = pytest.mark.slow(_machine("v4", 50, 40, drafts=3))
+TestDraftsOfGlm = pytest.mark.slow(_machine("glm", 50, 40, drafts=2))

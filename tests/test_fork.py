@@ -70,6 +70,7 @@ def test_drafts_of_branches_are_their_own():
             np.testing.assert_array_equal(got[row], want[0])
 
 
+@pytest.mark.slow
 def test_a_completion_that_has_not_begun_is_not_the_best():
     now = [0.0]
     engine = make("v32", clock=lambda: now[0])
@@ -97,13 +98,13 @@ def test_bad_forks():
     jmla.fork(kept, 1)
 
 
-SLOW = [("v4", 1), ("v4", 300), ("glm", 1), ("glm", 300)]
+SLOW = [("v32", 1), ("v4", 1), ("v4", 300), ("glm", 1), ("glm", 300)]
 DRAWN = SamplingParams(max_new_tokens=10, temperature=1.0, seed=3, n=3, logprobs=0)
 
 
 @pytest.mark.parametrize(
     ("family", "length"),
-    [("v32", 1), ("v32", 300), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [("v32", 300), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_choices_are_those_of_requests_alone(family, length):
     engine = make(family, max_requests=4, pages=12)

@@ -248,6 +248,7 @@ def test_generate_tokens_equals_generate(family, prompts):
         np.testing.assert_allclose(logprobs[row], [entry.logprob for entry in one.logprobs], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_generate_tokens_of_lists(model):
     """Lists and int64 on the host, padded with anything."""
     lists = [[5, 9, 200], [7, -1, 2**40]]
@@ -258,6 +259,7 @@ def test_generate_tokens_of_lists(model):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_generate_tokens_takes_lengths_on_the_device_into_range(model):
     tokens = jnp.array([[3, 4, 5], [6, 7, 8]])
     out, ends, _ = jmla.generate_tokens(model, tokens, jnp.array([9, -1]), jax.random.key(0), max_new_tokens=2, eos=())

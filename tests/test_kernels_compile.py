@@ -106,6 +106,7 @@ print(json.dumps([text.count("triton_kernel_call"), hashlib.sha256(text.encode()
 """
 
 
+@pytest.mark.slow
 def test_p3_kernels_are_the_same_program_in_every_process() -> None:
     """What the persistent cache goes by must not depend on the process: no address, no order of a set."""
     for needed in ("triton", "jax_triton", "jax_cuda13_plugin"):

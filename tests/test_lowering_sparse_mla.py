@@ -57,7 +57,7 @@ CASES = {
     "v3.2 bf16": (plain_rows("v3.2"), 128, 128),
     "v4-flash bf16": (plain_rows("v4-flash-csa"), 128, 64),
 }
-USUAL = ("v3.2", "v3.2 splits", "v4-flash", "v4-flash splits", "glm-5", "v3.2 bf16")
+USUAL = ("v3.2", "v4-flash", "v4-flash splits", "v3.2 bf16")
 
 
 @pytest.mark.parametrize("capability", lowering.CAPABILITIES)

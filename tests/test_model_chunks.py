@@ -74,7 +74,7 @@ def test_f2_f3_f5_decoding_equals_prefill(family):
     np.testing.assert_array_equal(np.stack(out), whole(model, ids))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_f6_ragged_batch_equals_single_rows(family):
     """Rows of 1 to 39 tokens in one batch, prefilled in two ragged chunks, then decoded with one row inactive."""
     model = tiny_model(family)
@@ -102,7 +102,7 @@ def test_f6_ragged_batch_equals_single_rows(family):
             np.testing.assert_array_equal(logits[row], alone[lengths[row]])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAIN)
 def test_page_order_does_not_matter(family):
     """A prompt of two pages whose pages are swapped, in a batch of two."""
     model, ids = tiny_model(family, chunk=128), prompt(300, seed=9)
@@ -173,7 +173,7 @@ def selecting_pass(spec, params, cache, tokens, counts):
     return cache, selected
 
 
-@pytest.mark.parametrize("family", MAIN)
+@pytest.mark.parametrize("family", ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v32", "glm"))])
 def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
     """Chunks of 1 to 8 tokens, then single ones: at every position each indexer picks what it picks without a cache."""
     model, ids = tiny_model(family), prompt()
@@ -194,7 +194,7 @@ def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
         )
 
 
-@pytest.mark.parametrize("family", MAIN)
+@pytest.mark.parametrize("family", ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v32", "glm"))])
 @pytest.mark.parametrize("size", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_fast_mode_agrees_to_rounding(family, size):
     model, ids = tiny_model(family, deterministic=False), prompt()

@@ -167,6 +167,19 @@ def join(trained: Any, tables: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, trained, tables, is_leaf=lambda x: x is None)
 
 
+def rebalance(config: V4Config, trained: Any, loads: dict[tuple[str, ...], jax.Array]) -> None:
+    """Moves the biases towards idle experts (DeepSeek-V3, section 2.1.2), outside the gradient; in place."""
+    fields = packed_vectors(config)
+    for path, load in loads.items():
+        here = path[:3] if path[0] == "stacks" else path
+        where, _ = fields[here].place("gate_bias")
+        step = 0.001 * jnp.sign(jnp.mean(load) - load)
+        holder = _at(trained, here)["small"]
+        row = holder["values"]
+        index = (int(path[3]), where) if path[0] == "stacks" else (where,)
+        holder["values"] = row.at[index].add(step)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "optimizer"), donate_argnames=("trained", "state"))
 def train_step(config, optimizer, rounding, trained, tables, state, tokens, rate):
     def objective(trained: Any) -> Any:
@@ -177,31 +190,31 @@ def train_step(config, optimizer, rounding, trained, tables, state, tokens, rate
     trained = optax.apply_updates(trained, jax.tree.map(lambda u: u * rate, updates))
     report.pop("tokens")
     loads = report.pop("loads")
-    fields = packed_vectors(config)
-    for path, load in loads.items():  # bias towards idle experts (DeepSeek-V3, section 2.1.2), outside the gradient
-        here = path[:3] if path[0] == "stacks" else path
-        where, _ = fields[here].place("gate_bias")
-        step = 0.001 * jnp.sign(jnp.mean(load) - load)
-        holder = _at(trained, here)["small"]
-        row = holder["values"]
-        index = (int(path[3]), where) if path[0] == "stacks" else (where,)
-        holder["values"] = row.at[index].add(step)
+    rebalance(config, trained, loads)
     report["balance"] = jnp.max(jnp.stack([jnp.max(v) * config.n_routed_experts for v in loads.values()]))
     return trained, state, report
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def evaluate_batch(config, rounding, params, tokens):
-    return loss_fn(config, "bfloat16", rounding, params, tokens)[1]
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def evaluate_batch(config, rounding, params, tokens, dtype="bfloat16"):
+    return loss_fn(config, dtype, rounding, params, tokens)[1]
 
 
-def held_out(config: V4Config, params: Any, data: np.ndarray, length: int, quantised: bool, windows: int = 64) -> dict:
+def held_out(
+    config: V4Config,
+    params: Any,
+    data: np.ndarray,
+    length: int,
+    quantised: bool,
+    windows: int = 64,
+    dtype: str = "bfloat16",
+) -> dict:
     """Mean loss in nats a token over evenly spaced windows, counting the second half of each (a warm context)."""
     starts = np.linspace(0, len(data) - length - 1, windows).astype(int)
     batch = np.stack([data[s : s + length] for s in starts]).astype(np.int32)
     total = []
     for part in np.split(batch, max(1, windows // 16)):
-        report = evaluate_batch(config, np.float32(quantised), params, part)
+        report = evaluate_batch(config, np.float32(quantised), params, part, dtype)
         total.append(
             {k: np.asarray(report[k]).mean() for k in ("draft", "index", "draft_hits")}
             | {"loss": float(np.asarray(report["tokens"])[:, length // 2 :].mean())}

@@ -1,4 +1,4 @@
-"""``python -m jmla.bench kernels``, ``profile`` and ``serve``; ``--help`` shows their options."""
+"""``python -m jmla.bench kernels``, ``profile``, ``serve`` and ``ladder``; ``--help`` shows their options."""
 
 import enum
 import os
@@ -64,7 +64,7 @@ def serve(
         typer.Option(
             help='File of requests, JSON lines: {"arrival": seconds from the start, "prompt": text | "prompt_ids": '
             '[...] | "prompt_tokens": number of random ids, "max_new_tokens": N, "salt": text, "priority": N}; the '
-            "last two are optional. Without it the next six options make the requests."
+            "last two are optional. Without it the next seven options make the requests."
         ),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests, or chats of --turns requests. Default: 16.")] = None,
@@ -73,6 +73,10 @@ def serve(
     ] = None,
     prompt_tokens: Annotated[
         str | None, typer.Option(metavar="A:B", help="Random ids of a turn's own. Default: 64:256.")
+    ] = None,
+    turn_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Likewise of the turns after a chat's first. Default: --prompt-tokens."),
     ] = None,
     new_tokens: Annotated[str | None, typer.Option(metavar="A:B", help="Tokens to make. Default: 16:64.")] = None,
     shared_prefix: Annotated[
@@ -87,6 +91,7 @@ def serve(
     pages: Annotated[int | None, typer.Option(help="Of 256 tokens. Default: the engine's.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Prompt tokens of a pass. Default: the model's.")] = None,
     decode_steps: Annotated[int, typer.Option(help="Tokens of each request in a launch of the decode loop.")] = 8,
+    drafts: Annotated[int, typer.Option(help="Tokens that the draft (MTP) block guesses ahead.")] = 0,
     no_prefix_reuse: Annotated[bool, typer.Option("--no-prefix-reuse", help="Keep no pages for later.")] = False,
     end_tokens: Annotated[
         bool, typer.Option("--end-tokens", help="Let end tokens end requests, which else make all of their tokens.")
@@ -103,6 +108,7 @@ def serve(
         "requests": requests,
         "rate": rate,
         "prompt_tokens": prompt_tokens,
+        "turn_tokens": turn_tokens,
         "new_tokens": new_tokens,
         "shared_prefix": shared_prefix,
         "turns": turns,
@@ -112,9 +118,34 @@ def serve(
         "pages": pages,
         "prefill_chunk": prefill_chunk,
         "decode_steps": decode_steps,
+        "drafts": drafts,
         "prefix_reuse": not no_prefix_reuse,
     }
     run(model, trace, given, seed, options, end_tokens, json)
+
+
+@app.command()
+def ladder(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint directory or hub id of a DeepSeek-V4.", show_default="the bundled model"),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Tokens of the rungs, less what the steps behind them need at most.")
+    ] = "4096,32768,131072,524288,1048576",
+    corpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Text file, or .bin of uint16 ids; read from its start, and over again. Default: random ids."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of facts and of random ids.")] = 0,
+    json: Annotated[str | None, typer.Option(help="File for the figures, settings, hardware and versions.")] = None,
+) -> None:
+    """Climb to long contexts: memory, speed, exactness against float32, planted facts."""
+    from jmla.bench.ladder import run
+
+    run(model, lengths, corpus, seed, json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 from jmla import bundled
 from jmla.bench.kernels import hardware
-from jmla.engine import Engine
+from jmla.engine import Engine, Stats
 from jmla.engine.request import Handle
 from jmla.loading import load
 from jmla.models import Model
@@ -61,6 +61,7 @@ class Chat:
             once the model is known.
         salt: see ``Engine.submit``.
         priority: see ``Engine.submit``.
+        turn: number of its first turn; above 1 for what is left of a chat.
     """
 
     where: str
@@ -68,6 +69,7 @@ class Chat:
     turns: tuple[tuple[Any, int], ...]
     salt: str = ""
     priority: int = 0
+    turn: int = 1
 
     @property
     def tokens(self) -> int:
@@ -78,7 +80,7 @@ class Chat:
         """What is left after the first turn, whose prompt and answer the next prompt begins with."""
         (said, _), (prompt, new), *rest = self.turns
         whole = np.concatenate([said, np.asarray(answer, np.int32), prompt])
-        return dataclasses.replace(self, arrival=arrival, turns=((whole, new), *rest))
+        return dataclasses.replace(self, arrival=arrival, turns=((whole, new), *rest), turn=self.turn + 1)
 
 
 def _span(name: str, text: str) -> tuple[int, int]:
@@ -90,7 +92,14 @@ def _span(name: str, text: str) -> tuple[int, int]:
 
 
 def synthetic(
-    requests: int, rate: float, prompt_tokens: str, new_tokens: str, shared_prefix: int, turns: int, seed: int
+    requests: int,
+    rate: float,
+    prompt_tokens: str,
+    new_tokens: str,
+    shared_prefix: int,
+    turns: int,
+    seed: int,
+    turn_tokens: str | None = None,
 ) -> list[Chat]:
     """Chats whose lengths are drawn evenly and whose arrivals are a Poisson process; see the command's options."""
     count, turns = check_integer("requests", requests, 1), check_integer("turns", turns, 1)
@@ -100,6 +109,8 @@ def synthetic(
     rng = np.random.default_rng(seed)
     arrivals = rng.exponential(1 / rate, count).cumsum() if rate else np.zeros(count)
     prompts = rng.integers(low, high, (count, turns), endpoint=True)
+    if turn_tokens is not None:
+        prompts[:, 1:] = rng.integers(*_span("turn_tokens", turn_tokens), (count, turns - 1), endpoint=True)
     prompts[:, 0] += shared
     news = rng.integers(least, most, (count, turns), endpoint=True)
     return [
@@ -211,6 +222,7 @@ class Served:
         preemptions: times that it was computed again.
         outcome: "finished", "failed" or "cancelled".
         error: of one that failed.
+        turn: of its chat.
     """
 
     arrival: float
@@ -221,6 +233,7 @@ class Served:
     preemptions: int = 0
     outcome: str = "finished"
     error: str | None = None
+    turn: int = 1
 
     @property
     def tokens(self) -> int:
@@ -243,7 +256,7 @@ class Served:
 
 def _submit(engine: Engine, chat: Chat, now: Callable[[], float]) -> tuple[Chat, Served, Handle]:
     prompt, new = chat.turns[0]
-    served = Served(chat.arrival, len(prompt))
+    served = Served(chat.arrival, len(prompt), turn=chat.turn)
 
     def first(_: str | int) -> None:  # the tokens of a launch are there at once, whenever the host comes to each
         if len(handle.token_ids) == 1:
@@ -348,11 +361,23 @@ def figures(served: Sequence[Served]) -> dict[str, Any]:
         "output_tokens_per_second": made / seconds,
         "tokens_per_second": (made + read) / seconds,
         "time_to_first_token": spread([s.deliveries[0][0] - s.arrival for s in done]),
+        "time_to_first_token_of_later_turns": spread([s.deliveries[0][0] - s.arrival for s in done if s.turn > 1]),
         "time_per_output_token": spread([sum(g for g, _ in each) / sum(k for _, k in each) for each in gaps if each]),
         "inter_token_latency": spread([gap / k for each in gaps for gap, k in each for _ in range(k)]),
         "delivery_gap": spread([gap for each in gaps for gap, _ in each]),
         "end_to_end_latency": spread([s.ended - s.arrival for s in done]),
         "error": next((s.error for s in served if s.error), None),
+    }
+
+
+def engine_figures(stats: Stats) -> dict[str, Any]:
+    """What the engine counted: drafts, and whether the device waited for the host."""
+    return {
+        "steps": stats.steps,
+        "late_steps": stats.late_steps,
+        "host_share": stats.host_seconds / stats.step_seconds if stats.step_seconds else 0.0,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
     }
 
 
@@ -364,6 +389,9 @@ def report(found: dict[str, Any]) -> str:
         "{output_tokens_per_second:.1f} output tokens/s, {tokens_per_second:.1f} prompt and output tokens/s "
         "({prompt_tokens} and {output_tokens} tokens).",
         "Prefix hits: {cached_tokens} of {prompt_tokens} prompt tokens ({prefix_hits:.1%}).",
+        "{accepted_tokens} of {drafted_tokens} drafts were right.",
+        "Host time between the device's results and its next work: {host_share:.1%} of all steps; in "
+        "{late_steps} of {steps} the device had ended before the host came.",
         "Compilations while the clock ran: {compilations} ({compilation_seconds:.1f} s); in the warm-up before it: "
         "{warm_up_compilations} ({warm_up_seconds:.1f} s).",
         "",
@@ -442,7 +470,7 @@ def run(
         engine.warmup()
     found: dict[str, Any] = {"warm_up_seconds": time.monotonic() - start, "warm_up_compilations": len(before)}
     with compilations() as during:
-        found |= figures(serve(engine, chats))
+        found |= figures(serve(engine, chats)) | engine_figures(engine.stats)
     found |= {"compilations": len(during), "compilation_seconds": sum(during)}
     print(report(found))
     if json_path:

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmla import models
-from jmla.decoding import Made, Rows, choose
+from jmla.decoding import Made, Rows, Unread, choose, decode_block
 from jmla.models import Model, PagedCache
 from jmla.models.cache import copy_pages, place_row, put_rows, record_boundaries, take_rows
 from jmla.models.inputs import on_device
 from jmla.sampling import History, RowParams
+from jmla.speculation import speculative_block
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
@@ -72,11 +73,12 @@ def prefill_rows(
     index: jax.Array,
     tokens: jax.Array,
     counts: jax.Array,
+    following: jax.Array,
     ending: jax.Array,
     ends: jax.Array,
     tops: jax.Array,
     records: jax.Array | None,
-) -> tuple[PagedCache, Rows, Made]:
+) -> tuple[PagedCache, Rows, Made, jax.Array]:
     """A chunk of the prompts of some rows; those whose prompt ends here make their first token and become active.
 
     Args:
@@ -87,18 +89,30 @@ def prefill_rows(
         index: ``[b]`` rows, past the last one for none.
         tokens: ``[b, T]``.
         counts: ``[b]`` tokens of the chunk.
+        following: ``[b]`` the token behind the chunk, where the prompt does not end with it.
         ending: ``[b]``, whether the prompt ends with it.
         ends: ``[n]`` ids that end a row.
         tops: whether the likeliest ids are wanted.
         records: ``[B]`` where each row's states go if its chunk ends with a page; None in caches that keep none.
+
+    Returns:
+        The cache, the rows, what was made ``[b, 1, ...]``, and ``[4, b]`` as ``decode_rows`` gives it.
     """
     part = take_rows(cache, index)
-    logits, part = models.prefill(model, tokens, counts, part, donate=False)
+    here = jnp.minimum(index, cache.batch - 1)
+    some = jax.tree.map(lambda x: x[here], rows)
+    if some.unread is None:
+        logits, part = models.prefill(model, tokens, counts, part, donate=False)
+    else:
+        logits, hidden, part = models.prefill(model, tokens, counts, part, return_hidden=True, donate=False)
+        row, last = jnp.arange(len(index)), jnp.maximum(counts - 1, 0)
+        after = jnp.roll(tokens, -1, axis=1).at[row, last].set(following)
+        # The draft block reads a token together with the next one: a prompt's last token has to wait for it.
+        _, _, part = models.draft(model, hidden, after, part, lengths=counts - ending, donate=False)
+        some = replace(some, unread=_first_unread(some.unread, hidden[row, last], ending))
     cache = put_rows(cache, index, part)
     if records is not None:
         cache = record_boundaries(cache, records)
-    here = jnp.minimum(index, cache.batch - 1)
-    some = jax.tree.map(lambda x: x[here], rows)
     some, made = choose(
         logits,
         replace(some, active=ending),
@@ -107,9 +121,49 @@ def prefill_rows(
         tops,
         model.spec.deterministic,
     )
+    if some.unread is not None:
+        some = replace(some, unread=replace(some.unread, tokens=some.unread.tokens.at[:, 0].set(some.token)))
     target = jnp.where(ending, index, cache.batch)  # dropped
     rows = jax.tree.map(lambda all_, new: all_.at[target].set(new, mode="drop"), rows, some)
-    return cache, rows, made
+    none = jnp.zeros_like(counts)
+    counted = jnp.stack([ending.astype(jnp.int32), none, none, some.active.astype(jnp.int32)])
+    return cache, rows, tuple(x[:, None] for x in made), counted
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "rows"))
+def decode_rows(
+    model: Model,
+    cache: PagedCache,
+    rows: Rows,
+    params: RowParams,
+    ends: jax.Array,
+    alive: jax.Array,
+    tops: jax.Array,
+    passes: jax.Array,
+    records: jax.Array | None,
+) -> tuple[PagedCache, Rows, Made, jax.Array]:
+    """Some tokens of all rows that decode, with drafts where ``rows`` have room for what the draft block has not read.
+
+    For the arguments see ``jmla.decoding.decode_block`` and ``jmla.speculation.speculative_block``.
+
+    Returns:
+        The cache, the rows, what was made, and ``[4, B]`` int32: tokens made, drafts checked, drafts that were right,
+        and whether the row goes on.
+    """
+    before = rows.made
+    if rows.unread is None:
+        cache, rows, made = decode_block(model, cache, rows, params, ends, alive, tops, passes, records)
+        counts = (rows.made - before, jnp.zeros_like(before), jnp.zeros_like(before))
+    else:
+        cache, rows, made, counts = speculative_block(model, cache, rows, params, ends, alive, tops, passes, records)
+    return cache, rows, made, jnp.stack([*counts, rows.active.astype(jnp.int32)])
+
+
+def _first_unread(unread: Unread, hidden: jax.Array, ending: jax.Array) -> Unread:
+    """What is left to read behind a prompt: its last token's ``hidden [b, ...]``."""
+    return replace(
+        unread, hidden=unread.hidden.at[:, 0].set(hidden.astype(unread.hidden.dtype)), counts=ending.astype(jnp.int32)
+    )
 
 
 def with_tables(cache: PagedCache, table: np.ndarray, window_table: np.ndarray | None) -> PagedCache:

@@ -12,14 +12,14 @@ import numpy as np
 
 from jmla.batching import SMALLEST_CHUNK, bucket
 from jmla.completion import Completion, Output, Reason
-from jmla.decoding import BLOCK, Rows, compiled_block
+from jmla.decoding import BLOCK, Rows
 from jmla.engine import device
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
 from jmla.engine.programs import Job, Programs, default_workers
 from jmla.engine.request import Handle, Request
 from jmla.kernels import dispatch
-from jmla.models import Model
+from jmla.models import Model, PagedCache
 from jmla.models.cache import first_window_page, open_cache, window_pages
 from jmla.models.config import V4Config
 from jmla.models.config.common import shown
@@ -47,6 +47,12 @@ class Stats:
         prompt_tokens: of the requests that have started.
         cached_tokens: of those, read from the pages of other requests.
         made_tokens: given out.
+        drafted_tokens: guesses of the draft block that were looked at.
+        accepted_tokens: of those, the ones that were right.
+        step_seconds: time in steps.
+        host_seconds: time of the host between what the device had made and the device's next work.
+        wait_seconds: time that the host waited for the device.
+        late_steps: steps in which the device had ended its work before the host came for it.
     """
 
     submitted: int = 0
@@ -58,6 +64,48 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     made_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    step_seconds: float = 0.0
+    host_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    late_steps: int = 0
+
+
+@dataclasses.dataclass
+class Flight:
+    """What the device was asked for and has not been looked at.
+
+    Attributes:
+        entries: place among the rows of the arrays, request, and the seat that it had.
+        made: tokens, log-probabilities, and the likeliest ids with theirs if someone wants them; ``[n, ...]``.
+        counted: ``[4, n]`` as ``jmla.engine.device`` gives it.
+    """
+
+    entries: list[tuple[int, Request, object]]
+    made: tuple[jax.Array, ...]
+    counted: jax.Array
+
+    @classmethod
+    def of(
+        cls, places: list[tuple[int, Request]], made: tuple[jax.Array, ...], counted: jax.Array, tops: bool
+    ) -> "Flight":
+        """Of the requests at ``places``; the arrays are on their way to the host from now on."""
+        flight = cls([(at, r, r.seat) for at, r in places], made if tops else made[:2], counted)
+        for array in (*flight.made, counted):
+            array.copy_to_host_async()
+        return flight
+
+    @property
+    def ready(self) -> bool:
+        return self.counted.is_ready()  # type: ignore[attr-defined]
+
+    def fetch(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Waits for the arrays; without likeliest ids there are none of each token."""
+        made = [np.asarray(x) for x in self.made]
+        if len(made) == 2:
+            made += [np.zeros((*made[0].shape, 0))] * 2
+        return made, np.asarray(self.counted)
 
 
 class Engine:
@@ -80,13 +128,17 @@ class Engine:
         resume_points: V4's prefix ends that can be gone on from; default: one for each of ``pages`` up to 64.
         prefill_chunk: tokens of a prompt that one pass takes; default: the model's.
         token_budget: tokens of all prompts and of decoding in one step; default: ``prefill_chunk + max_requests``.
-        decode_steps: tokens of each request in one launch of the decode loop, 1 to 16.
+        decode_steps: tokens of each request in one launch of the decode loop, 1 to 16; with drafts at most, and at
+            least one pass of them.
+        drafts: tokens that the model's draft (MTP) block guesses ahead, 0 to 7: in each pass as many of them are given
+            out as are what would have come without them, and one more. Costs no token its exactness. For what
+            ``jmla.rollback`` would take back V4's compressors keep more of each row.
         prefix_reuse: whether finished pages are kept for later requests.
         clock: seconds, for deadlines.
 
     Raises:
         TypeError: no model, or a flag that is no bool.
-        ValueError: a number out of range.
+        ValueError: a number out of range, or drafts of a model without a draft block.
     """
 
     def __init__(
@@ -100,6 +152,7 @@ class Engine:
         prefill_chunk: int | None = None,
         token_budget: int | None = None,
         decode_steps: int = 8,
+        drafts: int = 0,
         prefix_reuse: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -116,24 +169,31 @@ class Engine:
         length = min(length, count * PAGE_TOKENS)
         self._budget = chunk + rows if token_budget is None else check_integer("token_budget", token_budget, 1)
         self._steps = check_integer("decode_steps", decode_steps, 1, BLOCK)
+        self._drafts = check_integer("drafts", drafts, 0, BLOCK // 2 - 1)
+        if self._drafts and not spec.drafting:
+            raise ValueError(f"Expected {drafts=} to be 0: the model was loaded without a draft (MTP) block")
         if not callable(clock):
             raise TypeError(f"Expected clock={shown(clock)} to be a function that gives seconds")
         self._chunk, self._clock = chunk, clock
         self._reuse = check_flag("prefix_reuse", prefix_reuse)
         self._window = spec.config.sliding_window if isinstance(spec.config, V4Config) else 0
-        served = dataclasses.replace(spec, max_seq_len=length, prefill_chunk=max(chunk, SMALLEST_CHUNK, BLOCK))
+        served = dataclasses.replace(
+            spec,
+            max_seq_len=length,
+            prefill_chunk=max(chunk, SMALLEST_CHUNK, BLOCK),
+            drafting=self._drafts > 0,
+        )
         self._model = dataclasses.replace(model, spec=served)
         points = min(count, 64) if resume_points is None else check_integer("resume_points", resume_points, 0)
         self._reuse = self._reuse and self._window - 1 <= PAGE_TOKENS  # a resume point holds one window page
         points = points if self._window and self._reuse else 0
         windows = rows * window_pages(served) + points if self._window else 0
         self._sizes = {"pages": count, "window_pages": windows, "records": points}
-        self._cache = open_cache(self._model, rows, length, **self._sizes)
+        self._cache, self._rows = self._empty(rows)
         self._open_pools()
         self._table = np.full(self._cache.table.shape, -1, np.int32)
         self._window_table = self._table.copy() if self._window else None
         self._submitted = 0
-        self._rows = Rows.empty(rows, spec.config.vocab_size)
         self._running: list[Request | None] = [None] * rows
         self._waiting: list[Request] = []
         self._params = RowParams.pack([DEFAULTS] * rows)
@@ -141,11 +201,19 @@ class Engine:
         self._end_ids = end_token_array(self._ends)
         self._tokenizer = tokenizer_of(model)
         self._sent: list[np.ndarray] = []  # tables that the device has
+        self._flight: Flight | None = None
+        self._unsaid: list[Request] = []
         self._programs = Programs()
         self._lock = threading.RLock()
         self._stepping = False
         self._cancelled: list[Request] = []
         self.stats = Stats()
+
+    def _empty(self, rows: int) -> tuple[PagedCache, Rows]:
+        """What the device holds before the first request."""
+        spec = self._model.spec
+        cache = open_cache(self._model, rows, spec.max_seq_len, **self._sizes, rollback=self._drafts)
+        return cache, Rows.empty(spec, rows, self._drafts)
 
     def _open_pools(self) -> None:
         """Accounts of pages that nobody holds, and no prefixes."""
@@ -252,7 +320,7 @@ class Engine:
         with self._lock:
             if self._stepping:
                 raise RuntimeError("Expected no step within a step: a callback must not step the engine")
-            self._stepping = True
+            self._stepping, began = True, time.perf_counter()
             try:
                 self._step()
                 self._end_cancelled()
@@ -261,10 +329,12 @@ class Engine:
                 raise
             finally:
                 self._stepping = False
+                self.stats.step_seconds += time.perf_counter() - began
             return self.busy
 
     def _recover(self) -> None:
         """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
+        self._flight = None
         for request in [r for r in self._running if r is not None]:
             if request.ended:
                 self._release(request)
@@ -273,22 +343,29 @@ class Engine:
         self._open_pools()  # where nobody holds a page now, though some were taken for what did not happen
         self._sent = []
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
-            rows = len(self._running)
-            self._cache = open_cache(self._model, rows, self._model.spec.max_seq_len, **self._sizes)
-            self._rows = Rows.empty(rows, self._model.spec.config.vocab_size)
+            self._cache, self._rows = self._empty(len(self._running))
 
     def _step(self) -> None:
+        """What the device made since the last step is settled, then it gets new work, and meanwhile callers their text.
+
+        So that the device waits for the host no longer than it takes to see how far each request has come.
+        """
+        settled = self._settle_flight()
+        began = time.perf_counter()
         self._expire()
         for request in [r for r in self._running if r is not None and r.branches]:
             self._branch(request)
         self._admit()
         prompts = self._next_chunks()
-        if prompts:
-            self._prefill(prompts)
-        decoding = [r for r in self._running if r is not None and r.active]
-        if decoding:
-            self._decode(decoding)
-        self.stats.steps += bool(prompts or decoding)
+        first = self._prefill(prompts)
+        decoding = [r for r in self._running if r is not None and r.active and r.left > 0]
+        self._decode(decoding)
+        self.stats.host_seconds += time.perf_counter() - began
+        self._say_all()
+        for flight in first:
+            self._settle(flight)
+        self._say_all()
+        self.stats.steps += bool(settled or prompts or decoding)
 
     def run(self) -> None:
         """Steps until no request is left."""
@@ -344,7 +421,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether requests are waiting or running."""
-        return bool(self._waiting) or any(request is not None for request in self._running)
+        return bool(self._waiting or self._unsaid) or any(request is not None for request in self._running)
 
     @property
     def free_pages(self) -> int:
@@ -369,6 +446,8 @@ class Engine:
     def _admit(self) -> None:
         while waiting := [r for r in self._waiting if r.source is None]:
             request = min(waiting, key=lambda r: r.rank)
+            if all(r is not None and r.priority >= request.priority for r in self._running):
+                return  # no row, whatever its prefix
             path, known = self._index.match(request.tokens, request.salt) if self._reuse else ([], 0)
             running = [r for r in self._running if r is not None]
             lower = [r for r in running if r.priority < request.priority]
@@ -468,7 +547,7 @@ class Engine:
         """
         self._waiting.remove(request)
         row = self._running.index(None)
-        self._running[row] = request
+        self._running[row], request.seat = request, object()
         request.row, request.active, request.length, request.pages = row, False, length, pages
         request.noted = length // PAGE_TOKENS if noted is None else noted
         self._table[row, : len(pages)] = pages
@@ -483,7 +562,7 @@ class Engine:
         tokens = _padded(request.tokens)
         numbers = [np.int32(x) for x in (row, length, record, source)]
         pages_to_copy = [np.array([pair], np.int32) for pair in pairs]
-        limit, prompt, made = request.params.max_new_tokens or 0, len(request.prompt), len(request.output.ids)
+        limit, prompt, made = request.params.max_new_tokens or 0, len(request.prompt), len(request.made)
         self._cache, self._rows = self._run(
             device.place,
             tokens.shape,
@@ -506,6 +585,7 @@ class Engine:
         self.stats.preempted += 1
 
     def _end(self, request: Request, reason: Reason) -> None:
+        self._say(request)
         if request.ended:
             return
         try:
@@ -546,8 +626,11 @@ class Engine:
         self._table[request.row] = -1
         if self._window_table is not None:
             self._window_table[request.row] = -1
+        if request.record >= 0 and self._records is not None:
+            self._records.release(request.record)
         request.row, request.length, request.noted, request.active = -1, 0, 0, False
         request.pages, request.windows, request.node = [], {}, None
+        request.seat, request.coming, request.record = None, 0, -1
 
     # ---- pages
 
@@ -650,37 +733,48 @@ class Engine:
             chosen.append((request, count))
         return [(request, count) for request, count in chosen if request.row >= 0]
 
-    def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> list["Flight"]:
+        """Reads chunks of prompts; what comes of those whose prompt ends."""
+        flights = []
         for group in _rectangles(chunks, self._width):
             size, width = bucket(len(group)), self._width(max(count for _, count in group))
             index = np.full(size, len(self._running), np.int32)
             tokens, counts = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
+            following = np.zeros(size, np.int32)
             ending, records = np.zeros(size, bool), np.full(len(self._running), -1, np.int32)
             for i, (request, count) in enumerate(group):
                 end = request.length + count
                 index[i], counts[i], ending[i] = request.row, count, end == request.known
-                tokens[i, :count] = request.tokens[request.length : end]
+                known = request.tokens
+                tokens[i, :count] = known[request.length : end]
+                following[i] = 0 if ending[i] else known[end]
                 if self._reuse and end % PAGE_TOKENS == 0:
                     records[request.row] = self._take_record()
             self._load_tables()
-            self._cache, self._rows, made = self._run(
-                device.prefill_rows, tokens.shape, *self._prefill_args(index, tokens, counts, ending, records)
+            tops = self._wants_tops()
+            self._cache, self._rows, made, counted = self._run(
+                device.prefill_rows,
+                tokens.shape,
+                *self._prefill_args(index, tokens, counts, following, ending, records, tops),
             )
             for request, count in group:
                 self._advance(request, request.length + count, int(records[request.row]))
-            if ending.any():
-                columns = [np.asarray(x)[:, None] for x in made]
-                for i, (request, _) in enumerate(group):
-                    if ending[i]:
-                        request.active = True
-                        self._push(request, [column[i] for column in columns], 1)
+            ended = [(i, request) for i, (request, _) in enumerate(group) if ending[i]]
+            for _, request in ended:
+                request.active, request.coming = True, 1
+            if ended:
+                flights.append(Flight.of(ended, made, counted, tops))
+        return flights
 
     def _decode(self, requests: list[Request]) -> None:
+        """Lets requests make some tokens, which are settled in the next step."""
         busy = bool(self._waiting) or any(r is not None and not r.active for r in self._running)
         steps = min(self._steps, BUSY_STEPS) if busy else self._steps
+        passes = max(steps // (self._drafts + 1), 1)
+        steps = passes * (self._drafts + 1)
         for request in sorted(requests, key=lambda r: r.rank):
             if request.row >= 0:
-                self._make_room(request, min(steps, self._left(request)))
+                self._make_room(request, min(steps, request.left))
         requests = [request for request in requests if request.row >= 0]
         if not requests:
             return
@@ -689,31 +783,77 @@ class Engine:
         for request in requests:
             alive[request.row] = True
             to_end = PAGE_TOKENS - request.length % PAGE_TOKENS
-            if self._reuse and to_end <= min(steps, self._left(request)):
-                records[request.row] = self._take_record()
+            if self._reuse and to_end <= min(steps, request.left):
+                records[request.row] = request.record = self._take_record()
         self._load_tables()
-        self._cache, self._rows, made = self._run(compiled_block, (), *self._decode_args(alive, steps, records))
-        columns = [np.asarray(x) for x in made]
-        for request in requests:
-            row, record = request.row, int(records[request.row])
-            self._push(request, [column[row] for column in columns], steps, record)
+        tops = self._wants_tops()
+        self._cache, self._rows, made, counted = self._run(
+            device.decode_rows, (), *self._decode_args(alive, passes, records, tops)
+        )
+        self._flight = Flight.of([(request.row, request) for request in requests], made, counted, tops)
 
-    def _push(self, request: Request, made: Sequence[np.ndarray], count: int, record: int = -1) -> None:
-        """Gives tokens to a request until it ends, notes what its pages hold, and lets it leave if it has ended."""
-        tokens, logprobs, top_ids, top_logprobs = made
-        try:
-            for i in range(count):
-                if request.ended:
-                    break
-                request.output.push(int(tokens[i]), float(logprobs[i]), top_ids[i], top_logprobs[i])
-                self.stats.made_tokens += 1
-        except Exception as error:  # not numbers, or the caller's callback: this request alone ends
-            request.error = error
+    # ---- what comes of it
+
+    def _settle_flight(self) -> bool:
+        """Takes in what the last step's decoding made, if there was any."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.stats.late_steps += flight.ready
+            self._settle(flight)
+        return flight is not None
+
+    def _settle(self, flight: "Flight") -> None:
+        """Takes in what requests have made: how long they are, and whether they go on. Their text comes later."""
+        began = time.perf_counter()
+        made, counted = flight.fetch()
+        self.stats.wait_seconds += time.perf_counter() - began
+        for at, request, seat in flight.entries:
+            if request.seat is not seat:  # gave its row back meanwhile
+                continue
+            count, drafted, accepted, goes_on = (int(x) for x in counted[:, at])
+            request.drafted, request.accepted = request.drafted + drafted, request.accepted + accepted
+            self.stats.drafted_tokens += drafted
+            self.stats.accepted_tokens += accepted
+            request.unsaid.append((len(request.made), [column[at] for column in made]))
+            request.made += made[0][at][:count].tolist()
+            self._unsaid.append(request)
+            if request.coming:  # its first, which no page holds
+                request.coming = 0
+            else:
+                self._note_decoded(request)
+            if not goes_on:
+                self._release(request)
+
+    def _note_decoded(self, request: Request) -> None:
+        """Notes what a request's pages hold after it has decoded."""
         length = request.known - 1  # the last token is not in the pages
+        record, request.record = request.record, -1
         if record >= 0 and length // PAGE_TOKENS == request.length // PAGE_TOKENS and self._records is not None:
             self._records.release(record)  # the page's end was not reached
             record = -1
         self._advance(request, length, record)
+
+    def _say_all(self) -> None:
+        """Gives requests, and by them callers, what they have made."""
+        while self._unsaid:
+            self._say(self._unsaid[0])
+            self._unsaid.pop(0)  # after an interrupt the rest of it is said in the next step
+
+    def _say(self, request: Request) -> None:
+        """Gives a request what it has made, until it ends; then it leaves."""
+        if request.ended:
+            return
+        output = request.output
+        try:
+            for start, (tokens, logprobs, *tops) in request.unsaid:
+                for i in range(len(output.ids) - start, len(request.made) - start):
+                    if i >= len(tokens) or request.ended:
+                        break
+                    output.push(int(tokens[i]), float(logprobs[i]), *(top[i] for top in tops))
+                    self.stats.made_tokens += 1
+        except Exception as error:  # not numbers, or the caller's callback: this request alone ends
+            request.error = error
+        request.unsaid = []
         if request.ended:
             self._count(request)
             self._leave(request)
@@ -725,25 +865,27 @@ class Engine:
             width *= 4
         return min(width, max(self._chunk, SMALLEST_CHUNK))
 
-    @staticmethod
-    def _left(request: Request) -> int:
-        """Tokens that a request may still make."""
-        return (request.params.max_new_tokens or 0) - len(request.output.ids)
-
-    def _wants_tops(self) -> np.ndarray:
-        return np.array(any(r is not None and bool(r.params.logprobs) for r in self._running))
+    def _wants_tops(self) -> bool:
+        return any(r is not None and bool(r.params.logprobs) for r in self._running)
 
     def _prefill_args(
-        self, index: np.ndarray, tokens: np.ndarray, counts: np.ndarray, ending: np.ndarray, records: np.ndarray
+        self,
+        index: np.ndarray,
+        tokens: np.ndarray,
+        counts: np.ndarray,
+        following: np.ndarray,
+        ending: np.ndarray,
+        records: np.ndarray,
+        tops: bool,
     ) -> tuple[Any, ...]:
         where = records if self._cache.boundaries else None
         rows = (self._model, self._cache, self._rows, self._params)
-        return *rows, index, tokens, counts, ending, self._end_ids, self._wants_tops(), where
+        return *rows, index, tokens, counts, following, ending, self._end_ids, np.array(tops), where
 
-    def _decode_args(self, alive: np.ndarray, steps: int, records: np.ndarray) -> tuple[Any, ...]:
+    def _decode_args(self, alive: np.ndarray, passes: int, records: np.ndarray, tops: bool) -> tuple[Any, ...]:
         where = records if self._cache.boundaries else None
         rows = (self._model, self._cache, self._rows, self._params)
-        return *rows, self._end_ids, alive, self._wants_tops(), np.int32(steps), where
+        return *rows, self._end_ids, alive, np.array(tops), np.int32(passes), where
 
     def _run(self, function: Any, key: tuple[Any, ...], *args: Any) -> Any:
         with dispatch.following(self._model.params, self._cache):
@@ -753,10 +895,11 @@ class Engine:
         """Everything that can run, with arguments like those that it will have."""
         rows = len(self._running)
         records, alive = np.full(rows, -1, np.int32), np.zeros(rows, bool)
-        yield compiled_block, (), self._decode_args(alive, 0, records)
+        yield device.decode_rows, (), self._decode_args(alive, 0, records, False)
         for size, width in _shapes(rows, self._width(self._chunk), self._budget):
-            none = np.full(size, rows, np.int32), np.zeros((size, width), np.int32), np.zeros(size, np.int32)
-            yield device.prefill_rows, (size, width), self._prefill_args(*none, np.zeros(size, bool), records)
+            zeros = np.zeros(size, np.int32)
+            none = np.full(size, rows, np.int32), np.zeros((size, width), np.int32), zeros, zeros
+            yield device.prefill_rows, (size, width), self._prefill_args(*none, np.zeros(size, bool), records, False)
         number, pair = np.int32(0), np.full((1, 2), -1, np.int32)
         longest = len(_padded(np.zeros(self._model.spec.max_seq_len, np.int32)))
         for length in _doubling(PAGE_TOKENS, longest):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,8 +33,15 @@ class Request:
         node: of the last full page that is known to the index; None before the row is placed.
         noted: full pages that are known to the index.
         active: whether the last token, which its pages do not hold, is what the next step starts from.
+        seat: something of its own for each time that it has a row: what was computed for another seat is void.
+        made: token ids made; ``output`` gets them while the device goes on.
+        coming: tokens that the device makes and that are not among ``made``, of those that its row starts from: 0 or 1.
+        record: where the device keeps its states if it comes to a page's end, -1 for nowhere.
+        unsaid: what ``output`` has not got yet: tokens with log-probabilities and likeliest ids.
         known_pages: pages of its tokens that the index knew when it was placed, with a resume point or without.
         cached: tokens read from earlier requests' pages, when it was first placed.
+        drafted: guesses of the draft block for it that were looked at.
+        accepted: of those, the ones that were right.
         pieces: what iterating over the handle has not given out yet.
         source: another request for the same prompt, whose pages this one waits for.
         branches: requests that wait for this one's pages.
@@ -54,9 +61,16 @@ class Request:
     node: Node | None = None
     noted: int = 0
     active: bool = False
+    seat: object = None
+    made: list[int] = dataclasses.field(default_factory=list)
+    coming: int = 0
+    record: int = -1
+    unsaid: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     known_pages: int = 0
     cached: int | None = None
     preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
     error: BaseException | None = None
     pieces: list[str | int] = dataclasses.field(default_factory=list)
     source: "Request | None" = None
@@ -65,12 +79,17 @@ class Request:
     @property
     def tokens(self) -> np.ndarray:
         """Prompt and what was made."""
-        return np.concatenate([self.prompt, np.asarray(self.output.ids, np.int32)])
+        return np.concatenate([self.prompt, np.asarray(self.made, np.int32)])
 
     @property
     def known(self) -> int:
         """Number of ``tokens``."""
-        return len(self.prompt) + len(self.output.ids)
+        return len(self.prompt) + len(self.made)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still make, beside those coming."""
+        return (self.params.max_new_tokens or 0) - len(self.made) - self.coming
 
     def let_branches_go(self) -> None:
         """Nobody waits for this request's pages any more."""
@@ -123,6 +142,16 @@ class Handle:
     def preemptions(self) -> int:
         """How often requests gave their pages back and were computed again."""
         return sum(request.preempted for request in self._requests)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Guesses of the draft block that were looked at."""
+        return sum(request.drafted for request in self._requests)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Of ``drafted_tokens``, those that were right."""
+        return sum(request.accepted for request in self._requests)
 
     def cancel(self) -> None:
         """Ends the completion, or all of them, where they stand; their pages are back when this returns."""

@@ -40,8 +40,8 @@ class DsaConfig:
         indexer_types: each trunk layer has an indexer of its own ("full") or takes the choice of the nearest full
             layer before it ("shared").
         indexer_rope_interleave: pairing of the indexer's rotary embedding.
-        index_share_for_mtp_iteration: later draft steps may reuse the first one's choice; ``jmla.draft`` selects
-            anew at each step.
+        index_share_for_mtp_iteration: whether further draft steps attend the positions that the first one chose (see
+            ``selected`` of ``jmla.draft``).
         num_nextn_predict_layers: draft blocks, 0 or 1.
         eos_token_id: ids that end a text, maybe none.
         torch_dtype: dtype that the checkpoint declares.
