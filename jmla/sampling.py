@@ -180,6 +180,16 @@ class RowParams:
             frequency_penalty=column("frequency_penalty"),
         )
 
+    def with_row(self, row: int, params: SamplingParams) -> "RowParams":
+        """The same options on the host but for those of one row. A copy: a step may still read the arrays."""
+
+        def placed(rows: Any, new: Any) -> Any:
+            rows = np.array(rows)
+            rows[row] = new[0]
+            return rows
+
+        return jax.tree.map(placed, self, RowParams.pack([params]))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
 """The engine: every request's tokens are those it would get alone, and every page comes back."""
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmla
 from jmla import SamplingParams
 from jmla.engine import Engine
+from jmla.models import make_model
+from jmla.models.random import init_random
 from jmla.models.spec import PAGE_TOKENS
-from tests.tiny import tiny_model
+from tests.tiny import V4, tiny_model
 
 FAMILIES = ("v4", "v32", pytest.param("glm", marks=pytest.mark.slow))
 BASE = np.random.default_rng(0).integers(2, 96, 4200).astype(np.int32)
@@ -87,8 +92,8 @@ CUTS = (127, 255, 256, 257, 300)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prefix_hit_gives_the_bits_of_a_cold_start(family):
-    """At cuts around pages and windows, after another prompt has used the row in between."""
+def test_f10_a_prefix_hit_gives_the_bits_of_a_cold_start(family):
+    """At cuts around pages and windows, another prompt used the row. No page is reused of which a part differs."""
     ask = SamplingParams(max_new_tokens=6, logprobs=3)
     warm = make(family)
     warm.submit(prompt(490), sampling=ask).result()
@@ -102,8 +107,27 @@ def test_a_prefix_hit_gives_the_bits_of_a_cold_start(family):
 
 
 @pytest.mark.slow
+def test_a_prefix_hit_at_every_cut_gives_the_bits_of_a_cold_start():
+    """Forks after 1 to 600 tokens, of a V4 with the published ratios and window; other prompts use the rows between."""
+    config = dataclasses.replace(V4, sliding_window=128, hca_ratio=128)
+    params = jax.tree.map(jnp.asarray, init_random(config, "float32", seed=3))
+    true = make_model(config, params, dtype="float32", kv_layout="float32", deterministic=True)
+    ask = SamplingParams(max_new_tokens=2, logprobs=20)
+    warm, cold = (Engine(true, **SHAPES | {"max_seq_len": 1024}, prefix_reuse=reuse) for reuse in (True, False))
+    for cut in range(1, 601):
+        tokens = prompt(608, fork=cut)
+        warm.submit(prompt(608), max_new_tokens=1).result()
+        if cut % 3 == 0:
+            warm.submit(prompt(20, fork=0), sampling=ask).result()
+        handle = warm.submit(tokens, sampling=ask)
+        assert handle.result() == cold.submit(tokens, sampling=ask).result(), cut
+        assert handle.cached_tokens == cut // PAGE_TOKENS * PAGE_TOKENS, cut
+    check_all_back(warm)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "first"), [("v4", 4000), ("v32", 2330)])
-def test_the_second_turn_of_a_chat_reads_the_first(family, first):
+def test_f11_the_second_turn_of_a_chat_reads_the_first(family, first):
     """All of its whole pages, decoded ones too: nine tenths and more."""
     engine = Engine(tiny_model(family, deterministic=False), max_requests=1)
     said = engine.submit(prompt(first - 100), max_new_tokens=100, sampling=SamplingParams(stop=[])).result()
@@ -114,7 +138,7 @@ def test_the_second_turn_of_a_chat_reads_the_first(family, first):
     assert handle.cached_tokens == held // PAGE_TOKENS * PAGE_TOKENS >= 0.9 * held
 
 
-def test_tenants_do_not_share():
+def test_f9_prompts_just_above_a_page_hit_and_tenants_do_not_share():
     engine = make("v32")
     for salt, cached in (("a", 0), ("b", 0), ("a", 256), ("", 0)):
         handle = engine.submit(prompt(300), max_new_tokens=2, salt=salt)
@@ -297,7 +321,8 @@ def test_bad_options(options, said):
         Engine(model("v32"), **options)
 
 
-def test_bad_requests():
+def test_f18_bad_requests():
+    """What no pool holds is refused when it is submitted."""
     engine = Engine(model("v32"), max_requests=1, pages=2, max_seq_len=1024)
     with pytest.raises(ValueError, match="max_seq_len=512, got 520 together"):  # what two pages hold
         engine.submit(prompt(500), max_new_tokens=20)

@@ -3,7 +3,7 @@
     python -m training.long_context --corpus runs/corpus --out runs/long --minutes 4.5
     python -m training.export --run runs/long --corpus runs/corpus --out runs/jmla-tiny-v4
 
-Starts from the bundled weights (``--resume``: from those in ``--out``) and goes on with the training text, into which
+Starts from a checkpoint (``--resume``: from the weights in ``--out``) and goes on with the training text, into which
 lines like ``# key path list = time no`` (``jmla.bench.facts``) are planted; later lines repeat the key of an earlier
 one, and the value has to be looked up. What was done so that short sequences teach it for long ones:
 
@@ -246,6 +246,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     args.add_argument("--rate", type=float, default=1e-3)
     args.add_argument("--dtype", default="bfloat16", help="of products")
     args.add_argument("--seed", type=int, default=0)
+    args.add_argument("--model", default=str(bundled.path()), help="checkpoint to start from; default: the bundled one")
     args.add_argument("--resume", action="store_true", help="from the weights in --out")
     args.add_argument("--sizes", type=int, nargs="*", default=[1024, 4096, 16384], help="of look-ups at the end")
     args.add_argument("--questions", type=int, default=1000)
@@ -263,7 +264,7 @@ def main() -> None:
     train = np.fromfile(opt.corpus / "train.bin", np.uint16)
     held = np.fromfile(opt.corpus / "heldout.bin", np.uint16)
     facts = Facts.of(Tokenizer(bundled.path()))
-    model = jmla.load(bundled.path(), dtype="float32")
+    model = jmla.load(opt.model, dtype="float32")
     config: Any = model.config
     trained, tables = split_ids(model.params)
     opt.out.mkdir(parents=True, exist_ok=True)

@@ -557,8 +557,7 @@ class Engine:
             request.cached = length
             self.stats.prompt_tokens += len(request.prompt)
             self.stats.cached_tokens += length
-        running = [DEFAULTS if r is None else r.params for r in self._running]
-        self._params = RowParams.pack(running)
+        self._params = self._params.with_row(row, request.params)
         tokens = _padded(request.tokens)
         numbers = [np.int32(x) for x in (row, length, record, source)]
         pages_to_copy = [np.array([pair], np.int32) for pair in pairs]
