@@ -74,9 +74,19 @@ class Output:
         self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
         # A token that may begin a stop of several ids is kept from the text until that is known.
         self._waiting: list[int] = []
+        self._untold: list[str | int] = []
 
     def push(self, token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
-        """Takes one more token and settles whether the completion ends with it."""
+        """Takes one more token, settles whether the completion ends with it, and then tells the stream."""
+        self._take(token, logprob, top_ids, top_logprobs)
+        self.tell()
+
+    def tell(self) -> None:
+        """Calls the stream with what it has not been told. A piece whose call raises counts as told."""
+        while self._untold and self.stream is not None:
+            self.stream(self.index, self._untold.pop(0))
+
+    def _take(self, token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
         if np.isnan(logprob):
             raise FloatingPointError(
                 f"The model's logits for token {len(self.ids)} of completion {self.index} are not numbers (NaN)"
@@ -136,12 +146,13 @@ class Output:
         if isinstance(piece, str):
             self.pieces.append(piece)
         if self.stream is not None and piece != "":
-            self.stream(self.index, piece)
+            self._untold.append(piece)
 
     def end(self, reason: Reason) -> None:
         """Ends the completion where it stands; what was held back as a possible stop is given out."""
         if self.reason is None:
             self._finish(reason)
+        self.tell()
 
     @property
     def rank(self) -> tuple[bool, float]:

@@ -1,10 +1,11 @@
 """Decoding with drafts: the draft block guesses some tokens, one pass of the trunk says how far they are right.
 
 Every token is drawn from the trunk's own logits with the noise of its place, as ``jmla.decoding`` draws it, and a draft
-is right if it is that token. So a request's text is the one that it has without drafts, at any temperature: nothing is
-accepted that would not have been drawn. The draft block draws its guesses with the same noise, by which they agree more
-often than independent draws from both distributions (a Gumbel coupling). Rejection sampling (Leviathan et al., "Fast
-Inference from Transformers via Speculative Decoding") accepts slightly more, but gives a seed another text.
+is right if it is that token. So a request's text is the one that it has without drafts, at any temperature (in fast
+mode up to the rounding of other shapes): nothing is accepted that would not have been drawn. The draft block draws its
+guesses with the same noise, by which they agree more often than independent draws from both distributions (a Gumbel
+coupling). Rejection sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding") accepts
+slightly more, but gives a seed another text.
 """
 
 from dataclasses import replace
@@ -49,7 +50,8 @@ def _propose(
 
     def further(carry: Any, ahead: jax.Array) -> Any:
         token, hidden, history, cache = carry
-        one = rows.active.astype(jnp.int32)
+        wanted = ahead + 1 < rows.limit - rows.made  # nobody looks at guesses behind those, nor has the cache room
+        one = (rows.active & wanted).astype(jnp.int32)
         keys = None if selected is None else selected[:, None]
         logits, hidden, cache = models.draft(
             model, hidden[:, None], token[:, None], cache, lengths=one, selected=keys, donate=False

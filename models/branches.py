@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmla.models.cache import PagedCache, check_arrays, check_slots, copy_pages
+from jmla.models.config import V4Config
 from jmla.models.config.common import shown
 from jmla.models.options import as_integer, check_integer
 from jmla.models.spec import PAGE_TOKENS
@@ -40,7 +41,9 @@ def fork(cache: PagedCache, row: int, n: int = 1) -> PagedCache:
         raise ValueError(f"Expected row={shown(row)} to be an integer in 0..{cache.batch - 1}, the rows of the cache")
     row, n = at, check_integer("n", n, MOST, "branches")
     # What the draft block writes for a token depends on the next one, which a branch chooses for itself.
-    full = max(int(cache.lengths[row]) - cache.drafting, 0) // PAGE_TOKENS
+    # Nor may a page be shared that tokens taken back would open again.
+    spare = cache.rollback_room if isinstance(cache.config, V4Config) else 0
+    full = max(int(cache.lengths[row]) - max(cache.drafting, spare), 0) // PAGE_TOKENS
     grown: dict[str, jax.Array] = {}
     changes: dict[str, Any] = {"window_table": None}
     copies = {}

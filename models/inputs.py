@@ -138,8 +138,8 @@ def check_hidden(hidden: Any, shape: tuple[int, ...]) -> Array:
     return on_device(hidden, hidden.dtype)
 
 
-def check_selected(selected: Any, shape: tuple[int, ...]) -> Array:
-    """Positions that a draft step attends, of the given shape; what is out of range is none.
+def check_selected(selected: Any, shape: tuple[int, ...], longest: int) -> Array:
+    """Positions that a draft step attends, of the given shape, -1 for none; not looked at on the device.
 
     Raises:
         TypeError: no integers.
@@ -148,6 +148,8 @@ def check_selected(selected: Any, shape: tuple[int, ...]) -> Array:
     selected = as_integers("selected", selected)
     if selected.shape != shape:
         raise ValueError(f"Expected selected to have shape {shape}, got {selected.shape}")
+    if is_host(selected) and not np.all((selected >= -1) & (selected < longest)):
+        raise ValueError(f"Expected selected to hold positions in 0..{longest - 1}, or -1; got {shown(selected)}")
     return on_device(selected, np.int32)
 
 

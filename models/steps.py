@@ -337,7 +337,7 @@ def draft(
     inputs = {"hidden": hidden, "tokens": tokens, "counts": counts, "selected": None}
     if selected is not None and not isinstance(config, V4Config):
         wanted = (*shape, config.index_topk)
-        inputs["selected"] = check_selected(selected, wanted).reshape(batch, length, -1)
+        inputs["selected"] = check_selected(selected, wanted, cache.max_seq_len).reshape(batch, length, -1)
     outputs, cache = _launch("draft", model, cache, donate, inputs, return_selected=return_selected)
     if single:
         outputs = {name: output[:, 0] for name, output in outputs.items()}

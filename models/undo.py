@@ -17,14 +17,15 @@ def rollback(cache: PagedCache, tokens: Any, *, draft_tokens: Any = 0) -> PagedC
     What stands behind a row's length is never read: its entries are written again as the sequence goes on, and V4's
     compressors keep their windows in rings with room for the tokens taken back. So nothing is copied, and the cache
     that was given shares its buffers with the one returned. A row may be taken back several times, but not further
-    than the room behind the furthest token that it ever held.
+    than the room behind the furthest token that it ever held. Rows that share pages (``jmla.fork``) must stay behind
+    the full pages that they share: V4's forks leave room for a rollback, with V3.2 and GLM the caller sees to it.
 
     Args:
         cache: may be traced.
         tokens: an integer, or ``[B]`` integers: tokens to take back of each row; no further than its start. At most
             ``cache.rollback_room`` (see ``jmla.init_cache``); arrays on the device are taken into that range.
-        draft_tokens: likewise, positions that the draft block is to read again. The row that it writes for a token
-            depends on the next token, so those whose next token changes are to be counted too.
+        draft_tokens: likewise, positions that the draft block is to read again. In rows that lose tokens it is taken
+            back behind the last one left in any case, for its row of that depends on the next token.
 
     Raises:
         CacheConsumedError: the cache was already consumed.
@@ -35,8 +36,9 @@ def rollback(cache: PagedCache, tokens: Any, *, draft_tokens: Any = 0) -> PagedC
     room = cache.rollback_room
     back = _counts("tokens", tokens, cache.batch, room, "the rollback that the cache was made for")
     again = _counts("draft_tokens", draft_tokens, cache.batch, cache.max_seq_len, "the cache's max_seq_len")
+    lengths, read = jnp.maximum(cache.lengths - back, 0), jnp.maximum(cache.draft_lengths - again, 0)
     return cache.replace(
-        lengths=jnp.maximum(cache.lengths - back, 0), draft_lengths=jnp.maximum(cache.draft_lengths - again, 0)
+        lengths=lengths, draft_lengths=jnp.where(back > 0, jnp.minimum(read, jnp.maximum(lengths - 1, 0)), read)
     )
 
 

@@ -175,6 +175,7 @@ def short(monkeypatch):
     monkeypatch.setattr(ladder, "BLOCK", 8)
 
 
+@pytest.mark.slow
 def test_rung_of_a_small_model(short, capsys):
     config = dataclasses.replace(
         V4, num_hidden_layers=2, layer_kinds=("csa", "hca"), layer_routing=("hash", "learned"), hc_mult=2

@@ -239,19 +239,25 @@ class _Interrupted(BaseException):
 def test_an_interrupt_costs_nothing_but_time(family):
     """Requests are computed again from the tokens they have given out, whatever the device has done meanwhile."""
     engine = make(family)
-    count = [0]
+    interrupts = []
 
-    def interrupt(_):
-        count[0] += 1
-        if count[0] in (1, 4):
-            raise _Interrupted
+    def interrupt(token):
+        interrupts.append(token)
+        raise _Interrupted
 
     first = engine.submit(prompt(254), sampling=MIXED[1], callback=interrupt)
     second = engine.submit(prompt(300), sampling=MIXED[2])
-    for _ in range(2):
-        with pytest.raises(_Interrupted):
-            engine.run()
-    engine.run()
+    last = engine.submit(prompt(20), max_new_tokens=1, callback=interrupt)
+    while engine.busy:
+        seen = len(interrupts)
+        try:
+            engine.step()
+        except _Interrupted:
+            assert len(interrupts) == seen + 1
+    assert tuple(interrupts) != ()
+    assert sorted(interrupts) == sorted(first.token_ids + last.token_ids)
+    assert last.result().token_ids == alone(family, prompt(20), SamplingParams(max_new_tokens=1)).token_ids
+    assert engine.stats.made_tokens == sum(len(handle.token_ids) for handle in (first, second, last))
     assert second.result() == alone(family, prompt(300), MIXED[2])
     assert first.result() == alone(family, prompt(254), MIXED[1])
     check_all_back(engine)

@@ -71,7 +71,8 @@ class EngineMachine(RuleBasedStateMachine):
         if engine._windows is not None:
             points = [n for n in nodes if n.record >= 0]
             kinds.append((engine._windows, [list(r.windows.values()) for r in running], [n.window for n in points]))
-            kinds.append((engine._records, [], [n.record for n in points]))
+            flying = [[r.record] for r in running if r.record >= 0]
+            kinds.append((engine._records, flying, [n.record for n in points]))
         for pool, held, kept in kinds:
             owners = np.zeros(pool.size, int)
             for page in [page for pages in held for page in pages] + kept:

@@ -67,6 +67,7 @@ def serve(engine, count, longest, seed=0):
         ("v32", 30, {"max_seq_len": 600, "pages": 8, "prefill_chunk": 64}),
         pytest.param("v4", 500, {"max_seq_len": 2048, "pages": 24}, marks=pytest.mark.slow),
         pytest.param("glm", 500, {"max_seq_len": 2048, "pages": 24}, marks=pytest.mark.slow),
+        pytest.param("v4", 100, {"max_seq_len": 1024, "pages": 12, "drafts": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_compiled_after_warmup(family, count, options, compiled):

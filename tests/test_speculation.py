@@ -96,6 +96,13 @@ def test_pages_that_drafts_ran_over_are_gone_on_from(family):
     check_all_back(engine)
 
 
+def test_debug_checks_find_nothing_at_the_end_of_a_cache():
+    engine = make("v32", drafts=5, max_seq_len=64, pages=2)
+    with jmla.debug_checks():
+        done = engine.submit(prompt(52), sampling=SamplingParams(max_new_tokens=12, stop=[])).result()
+    assert done == alone("v32", prompt(52), SamplingParams(max_new_tokens=12, stop=[]))
+
+
 def test_drafts_are_refused_where_there_is_no_block_and_out_of_range():
     bare = dataclasses.replace(model("v32"), spec=dataclasses.replace(model("v32").spec, drafting=False))
     with pytest.raises(ValueError, match=r"drafts=2 to be 0: the model was loaded without a draft"):
@@ -337,6 +344,8 @@ def test_g8_g9_g11_g12_a_draft_block_chooses_for_itself_and_further_steps_share_
     assert (np.asarray(none[2]) == -1).all()
     again = jmla.draft(net, *step, return_selected=True, donate=False)
     np.testing.assert_array_equal(again[0], alone_[0])
+    with pytest.raises(ValueError, match=r"positions in 0\.\.255, or -1"):
+        jmla.draft(net, *step, selected=np.full((1, net.config.index_topk), 2**32))
 
 
 def test_g9_the_engine_shares_where_the_config_says_so(monkeypatch):

@@ -223,6 +223,7 @@ class Served:
         outcome: "finished", "failed" or "cancelled".
         error: of one that failed.
         turn: of its chat.
+        told: when the last of a step's pieces came.
     """
 
     arrival: float
@@ -234,6 +235,7 @@ class Served:
     outcome: str = "finished"
     error: str | None = None
     turn: int = 1
+    told: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -259,8 +261,9 @@ def _submit(engine: Engine, chat: Chat, now: Callable[[], float]) -> tuple[Chat,
     served = Served(chat.arrival, len(prompt), turn=chat.turn)
 
     def first(_: str | int) -> None:  # the tokens of a launch are there at once, whenever the host comes to each
+        served.told = now()
         if len(handle.token_ids) == 1:
-            served.deliver(now(), 1)
+            served.deliver(served.told, 1)
 
     handle = engine.submit(
         prompt, sampling=NO_STOP, max_new_tokens=new, salt=chat.salt, priority=chat.priority, callback=first
@@ -297,7 +300,8 @@ def serve(
         engine.step()
         at = now()
         for chat, served, handle in running:
-            served.deliver(at, len(handle.token_ids))
+            served.deliver(at if served.told is None else served.told, len(handle.token_ids))
+            served.told = None
             if handle.done:
                 served.end(at, handle)
                 out.append(served)

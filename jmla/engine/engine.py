@@ -131,8 +131,8 @@ class Engine:
         decode_steps: tokens of each request in one launch of the decode loop, 1 to 16; with drafts at most, and at
             least one pass of them.
         drafts: tokens that the model's draft (MTP) block guesses ahead, 0 to 7: in each pass as many of them are given
-            out as are what would have come without them, and one more. Costs no token its exactness. For what
-            ``jmla.rollback`` would take back V4's compressors keep more of each row.
+            out as are what would have come without them, and one more. The text does not depend on it (exactly with a
+            model loaded as ``deterministic``, else up to rounding). V4's compressors keep that many tokens more a row.
         prefix_reuse: whether finished pages are kept for later requests.
         clock: seconds, for deadlines.
 
@@ -307,7 +307,8 @@ class Engine:
         before, self._stepping = self._stepping, True  # callbacks run here too
         try:
             while self._cancelled:
-                self._end(self._cancelled.pop(), "cancelled")
+                self._end(self._cancelled[0], "cancelled")
+                self._cancelled.pop(0)  # after an interrupt it is ended in the next step
         finally:
             self._stepping = before
 
@@ -335,12 +336,11 @@ class Engine:
     def _recover(self) -> None:
         """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
         self._flight = None
+        self._open_pools()  # where nobody holds a page, whatever was taken or given back when it was interrupted
         for request in [r for r in self._running if r is not None]:
-            if request.ended:
-                self._release(request)
-            else:
-                self._preempt(request)
-        self._open_pools()  # where nobody holds a page now, though some were taken for what did not happen
+            if not request.ended:
+                self._wait_again(request)
+            self._forget_row(request)
         self._sent = []
         if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
             self._cache, self._rows = self._empty(len(self._running))
@@ -350,8 +350,10 @@ class Engine:
 
         So that the device waits for the host no longer than it takes to see how far each request has come.
         """
-        settled = self._settle_flight()
-        began = time.perf_counter()
+        began, flight, self._flight = time.perf_counter(), self._flight, None
+        if flight is not None:
+            self.stats.late_steps += flight.ready
+            began = self._settle(flight)
         self._expire()
         for request in [r for r in self._running if r is not None and r.branches]:
             self._branch(request)
@@ -365,7 +367,7 @@ class Engine:
         for flight in first:
             self._settle(flight)
         self._say_all()
-        self.stats.steps += bool(settled or prompts or decoding)
+        self.stats.steps += bool(flight or prompts or decoding)
 
     def run(self) -> None:
         """Steps until no request is left."""
@@ -545,9 +547,9 @@ class Engine:
             noted: full pages that are known to the index; default: all.
             pairs: a page and a window page to be copied first, from and to, or -1.
         """
-        self._waiting.remove(request)
         row = self._running.index(None)
         self._running[row], request.seat = request, object()
+        self._waiting.remove(request)
         request.row, request.active, request.length, request.pages = row, False, length, pages
         request.noted = length // PAGE_TOKENS if noted is None else noted
         self._table[row, : len(pages)] = pages
@@ -577,9 +579,14 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's row and pages; it waits to be computed again from its tokens."""
-        request.let_branches_go()
+        self._wait_again(request)
         self._release(request)
-        self._waiting.append(request)
+
+    def _wait_again(self, request: Request) -> None:
+        """Puts a request that loses its row among those that wait."""
+        request.let_branches_go()
+        if request not in self._waiting:
+            self._waiting.append(request)
         request.preempted += 1
         self.stats.preempted += 1
 
@@ -598,7 +605,10 @@ class Engine:
             self._leave(request)
 
     def _count(self, request: Request, reason: Reason | None = None) -> None:
-        """Counts a request that has ended; ``reason``: why it was ended from outside, if what was held back did not."""
+        """Counts a request that has ended, once; ``reason``: why from outside, if what was held back did not end it."""
+        if request.counted:
+            return
+        request.counted = True
         self.stats.failed += request.error is not None
         self.stats.cancelled += request.error is None and request.output.reason == reason
         self.stats.finished += request.error is None and request.output.reason != reason
@@ -621,12 +631,17 @@ class Engine:
         if self._windows is not None:
             for page in request.windows.values():
                 self._windows.release(page)
-        self._running[request.row] = None
-        self._table[request.row] = -1
-        if self._window_table is not None:
-            self._window_table[request.row] = -1
         if request.record >= 0 and self._records is not None:
             self._records.release(request.record)
+        self._forget_row(request)
+
+    def _forget_row(self, request: Request) -> None:
+        """Leaves a request without a row, as if it had no pages."""
+        row = self._running.index(request)
+        self._running[row] = None
+        self._table[row] = -1
+        if self._window_table is not None:
+            self._window_table[row] = -1
         request.row, request.length, request.noted, request.active = -1, 0, 0, False
         request.pages, request.windows, request.node = [], {}, None
         request.seat, request.coming, request.record = None, 0, -1
@@ -793,19 +808,16 @@ class Engine:
 
     # ---- what comes of it
 
-    def _settle_flight(self) -> bool:
-        """Takes in what the last step's decoding made, if there was any."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self.stats.late_steps += flight.ready
-            self._settle(flight)
-        return flight is not None
+    def _settle(self, flight: "Flight") -> float:
+        """Takes in what requests have made: how long they are, and whether they go on. Their text comes later.
 
-    def _settle(self, flight: "Flight") -> None:
-        """Takes in what requests have made: how long they are, and whether they go on. Their text comes later."""
+        Returns:
+            When the device had made it.
+        """
         began = time.perf_counter()
         made, counted = flight.fetch()
-        self.stats.wait_seconds += time.perf_counter() - began
+        there = time.perf_counter()
+        self.stats.wait_seconds += there - began
         for at, request, seat in flight.entries:
             if request.seat is not seat:  # gave its row back meanwhile
                 continue
@@ -813,15 +825,16 @@ class Engine:
             request.drafted, request.accepted = request.drafted + drafted, request.accepted + accepted
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += accepted
-            request.unsaid.append((len(request.made), [column[at] for column in made]))
-            request.made += made[0][at][:count].tolist()
             self._unsaid.append(request)
+            request.unsaid.append((len(request.made), [column[at][:count] for column in made]))
+            request.made += made[0][at][:count].tolist()
             if request.coming:  # its first, which no page holds
                 request.coming = 0
             else:
                 self._note_decoded(request)
             if not goes_on:
                 self._release(request)
+        return there
 
     def _note_decoded(self, request: Request) -> None:
         """Notes what a request's pages hold after it has decoded."""
@@ -840,18 +853,21 @@ class Engine:
 
     def _say(self, request: Request) -> None:
         """Gives a request what it has made, until it ends; then it leaves."""
-        if request.ended:
+        if request.counted:
             return
         output = request.output
+        before = len(output.ids)
         try:
+            output.tell()  # what an interrupt has left
             for start, (tokens, logprobs, *tops) in request.unsaid:
-                for i in range(len(output.ids) - start, len(request.made) - start):
-                    if i >= len(tokens) or request.ended:
+                for i in range(len(output.ids) - start, len(tokens)):
+                    if request.ended:
                         break
                     output.push(int(tokens[i]), float(logprobs[i]), *(top[i] for top in tops))
-                    self.stats.made_tokens += 1
         except Exception as error:  # not numbers, or the caller's callback: this request alone ends
             request.error = error
+        finally:
+            self.stats.made_tokens += len(output.ids) - before
         request.unsaid = []
         if request.ended:
             self._count(request)

@@ -37,6 +37,7 @@ class Request:
         made: token ids made; ``output`` gets them while the device goes on.
         coming: tokens that the device makes and that are not among ``made``, of those that its row starts from: 0 or 1.
         record: where the device keeps its states if it comes to a page's end, -1 for nowhere.
+        counted: whether it has ended, been counted and left.
         unsaid: what ``output`` has not got yet: tokens with log-probabilities and likeliest ids.
         known_pages: pages of its tokens that the index knew when it was placed, with a resume point or without.
         cached: tokens read from earlier requests' pages, when it was first placed.
@@ -65,6 +66,7 @@ class Request:
     made: list[int] = dataclasses.field(default_factory=list)
     coming: int = 0
     record: int = -1
+    counted: bool = False
     unsaid: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     known_pages: int = 0
     cached: int | None = None
