@@ -64,6 +64,7 @@ def test_more_prompts_than_run_together(passes):
         assert one.token_ids == tuple(token for at, token in seen if at == index)
 
 
+@pytest.mark.slow
 def test_wide_batches_run_in_narrow_passes(passes, monkeypatch):
     """The budget of a pass is kept by its width, and the result is the same."""
     prompts, options = prompts_of(40, 40, 33), {"max_new_tokens": 3, "sampling": SamplingParams(logprobs=0)}

@@ -106,8 +106,8 @@ def _machine(family, examples, steps, drafts=0):
     return case
 
 
-TestEngineOfV32 = _machine("v32", 25, 40)
-TestDraftsOfV32 = _machine("v32", 25, 40, drafts=2)
+TestDraftsOfV32 = _machine("v32", 50, 40, drafts=2)
+TestEngineOfV32 = pytest.mark.slow(_machine("v32", 50, 40))
 TestEngineOfV4 = pytest.mark.slow(_machine("v4", 50, 40))
 TestEngineOfGlm = pytest.mark.slow(_machine("glm", 50, 40))
 TestDraftsOfV4 = pytest.mark.slow(_machine("v4", 50, 40, drafts=3))

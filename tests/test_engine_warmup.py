@@ -61,6 +61,7 @@ def serve(engine, count, longest, seed=0):
     assert all(handle.done for handle in handles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "count", "options"),
     [

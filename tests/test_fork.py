@@ -144,6 +144,7 @@ def test_the_best_of_several():
     assert result.choices == tuple(ranked[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["v4"])
 def test_a_parent_that_leaves_lets_its_branches_go(family):
     engine = make(family, max_requests=4, pages=12)
@@ -161,6 +162,7 @@ def test_a_parent_that_leaves_lets_its_branches_go(family):
     check_all_back(engine)
 
 
+@pytest.mark.slow
 def test_generate_gives_choices():
     result = jmla.generate(model("v32"), [prompt(300), prompt(20)], sampling=[DRAWN, SamplingParams(max_new_tokens=4)])
     assert result[0].choices == tuple(alone("v32", prompt(300), DRAWN.choice(i)) for i in range(3))

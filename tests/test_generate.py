@@ -268,6 +268,7 @@ def test_generate_tokens_takes_lengths_on_the_device_into_range(model):
     assert out[0].tolist() == whole[0].tolist()
 
 
+@pytest.mark.slow
 def test_generate_tokens_inside_jit():
     model = model_of()
     tokens, lengths = ragged([PROMPTS[0], PROMPTS[2]])
@@ -290,6 +291,7 @@ def test_generate_tokens_inside_jit():
     assert not np.asarray(out)[1].any()
 
 
+@pytest.mark.slow
 def test_generate_tokens_keys():
     """A row's draws follow from its key; rows of one key differ."""
     model, options = model_of(), SamplingParams(temperature=1.0)

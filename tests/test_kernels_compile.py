@@ -73,6 +73,7 @@ print(json.dumps([counted["cache_hits"], counted["cache_misses"], np.asarray(log
 """
 
 
+@pytest.mark.slow
 def test_p3_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """With JAX's persistent cache, the programs of another process are found again."""
     environment = {
@@ -224,6 +225,7 @@ def memory(model: Model, factor: int) -> tuple[int, Any]:
     return sum(int(np.prod(p.shape)) * p.dtype.itemsize for p in pools.values()), compiled.memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_layout", ["footer584", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_step_holds_its_pools_once_whatever_their_size(kv_layout: str) -> None:
     """Layers of all kinds, some of them scanned: donated pools come back in place, and nothing else grows with them."""

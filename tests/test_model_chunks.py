@@ -160,6 +160,7 @@ def wrapped():
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["trunk", pytest.param("draft", marks=pytest.mark.slow)])
 def test_f14_window_pages_that_are_used_again(part, wrapped):
     """Two window pages that run round give the logits of a cache that keeps them all, past the next border too."""
@@ -194,6 +195,7 @@ def test_f4_f5_selected_sets_through_the_cache_are_those_of_forward(family):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v32", "glm"))])
 @pytest.mark.parametrize("size", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_fast_mode_agrees_to_rounding(family, size):

@@ -62,6 +62,7 @@ def test_g1_g2_ends_within_a_pass_count_what_is_given_out():
     check_all_back(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["v4", pytest.param("v32", marks=slow)])
 def test_f12_f13_window_pages_stay_few_while_drafts_decode(family):
     """Of a row that decodes over a page's end two at most; all pages are free at the end, also after a cancellation."""
@@ -228,6 +229,7 @@ def test_g5_what_is_taken_back_may_be_a_number_a_list_or_an_array():
 # ---- the loop, with guesses made here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["v4", pytest.param("glm", marks=slow)])
 def test_g3_g4_what_a_pass_accepts_and_leaves(family, monkeypatch):
     """Guesses that are right up to a place of each pass: the text, the counts, and the cache behind it."""
