@@ -39,6 +39,7 @@ def test_is_a_published_v4_in_small(model):
     assert header["layers.0.ffn.gate.tid2eid"]["dtype"] == "I64"
 
 
+@pytest.mark.slow
 def test_continues_python_that_tokenizes(model):
     """At least 60 % of the 50 fixed prompts go on to 64 tokens of text that Python's tokenizer accepts as it stands."""
     prompts = evaluate.prompts()

@@ -82,6 +82,7 @@ def test_greedy_equals_steps_by_hand(family):
         assert entry.top[0][1] >= entry.top[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ragged_batch_equals_alone(model, temperature):
     """Bitwise, log-probabilities included; prompts longer and shorter than a prefill bucket."""

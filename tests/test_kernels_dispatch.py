@@ -299,6 +299,7 @@ def test_following_takes_the_device_of_the_first_bound_array() -> None:
         assert dispatch.current_target() == dispatch.Target("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu")
 def test_steps_choose_for_the_devices_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to run a model knows its target while it is traced, and never asks for the default backend."""

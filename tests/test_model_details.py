@@ -251,6 +251,7 @@ def test_a_step_has_few_leaves():
 # ---- gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("v4", marks=pytest.mark.slow), "glm"])
 def test_forward_is_differentiable(family):
     """The derivative along a random direction equals a central difference, and reaches the parts of attention."""

@@ -97,6 +97,7 @@ def test_pages_that_drafts_ran_over_are_gone_on_from(family):
     check_all_back(engine)
 
 
+@pytest.mark.slow
 def test_debug_checks_find_nothing_at_the_end_of_a_cache():
     engine = make("v32", drafts=5, max_seq_len=64, pages=2)
     with jmla.debug_checks():
