@@ -34,6 +34,10 @@ class Unread:
         hidden = jnp.zeros((batch, count, *hidden_shape(spec.config)), spec.dtype)
         return cls(hidden, jnp.zeros((batch, count), jnp.int32), jnp.zeros(batch, jnp.int32))
 
+    def behind_a_prompt(self, hidden: jax.Array, tokens: jax.Array) -> "Unread":
+        """The last token of each row's prompt, as its ``hidden [B, ...]`` and the first token made, ``tokens [B]``."""
+        return Unread(self.hidden.at[:, 0].set(hidden), self.tokens.at[:, 0].set(tokens), jnp.ones_like(self.counts))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -116,9 +120,10 @@ def decode_block(
 
     def body(carry: Any) -> Any:
         step, cache, rows, out = carry
+        before = cache.lengths
         logits, cache = models.decode(model, rows.token, cache, active=rows.active, donate=False)
         if records is not None:
-            cache = record_boundaries(cache, jnp.where(rows.active, records, -1))
+            cache = record_boundaries(cache, jnp.where(rows.active, records, -1), before)
         rows, new = choose(logits, rows, params, ends, tops, model.spec.deterministic)
         out = tuple(o.at[:, step].set(x) for o, x in zip(out, new, strict=True))
         return step + 1, cache, rows, out

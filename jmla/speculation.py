@@ -57,10 +57,10 @@ def _propose(
             model, hidden[:, None], token[:, None], cache, lengths=one, selected=keys, donate=False
         )
         after, history = guess(logits[:, 0], history, ahead)
-        return (after, hidden[:, 0].astype(unread.hidden.dtype), history, cache), after
+        return (after, hidden[:, 0], history, cache), after
 
     first, history = guess(logits[row, last], rows.history, 0)
-    carry: Any = (first, hidden[row, last].astype(unread.hidden.dtype), history, cache)
+    carry: Any = (first, hidden[row, last], history, cache)
     (*_, cache), others = lax.scan(further, carry, jnp.arange(1, count, dtype=jnp.int32))
     return cache.replace(draft_lengths=read), jnp.concatenate([first[:, None], others.T], axis=1)
 
@@ -126,7 +126,7 @@ def speculative_block(
         cache = cache.replace(lengths=before + taken)
         if records is not None:
             cache = record_boundaries(cache, jnp.where(live, records, -1), before)
-        now = Unread(hidden.astype(rows.unread.hidden.dtype), new.T, taken)
+        now = Unread(hidden, new.T, taken)
         return number + 1, cache, replace(rows, unread=_where(live, now, rows.unread)), out, counts
 
     def going(carry: Any) -> Any:

@@ -364,17 +364,13 @@ def put_rows(cache: PagedCache, rows: jax.Array, part: PagedCache) -> PagedCache
     )
 
 
-def record_boundaries(cache: PagedCache, records: jax.Array, before: jax.Array | None = None) -> PagedCache:
-    """Keeps the states of rows that stand at the end of a page in ``records [B]``, -1 for those not to keep.
+def record_boundaries(cache: PagedCache, records: jax.Array, before: jax.Array) -> PagedCache:
+    """Keeps the states of rows that have come to the end of a page, in ``records [B]``, -1 for those not to keep.
 
-    With ``before [B]``, their lengths before at most as many tokens as may be taken back, also of rows that have passed
-    one since: their rings still hold what was there, and nobody reads the tokens behind it.
+    ``before [B]`` are their lengths before. A row may have passed the end by as many tokens as may be taken back: its
+    rings still hold what was there, and nobody reads the tokens behind it.
     """
-    if before is None:
-        passed = (cache.lengths % PAGE_TOKENS == 0) & (cache.lengths > 0)
-    else:
-        passed = cache.lengths // PAGE_TOKENS > before // PAGE_TOKENS
-    here = (records >= 0) & passed
+    here = (records >= 0) & (cache.lengths // PAGE_TOKENS > before // PAGE_TOKENS)
     count = next(iter(cache.boundaries.values())).shape[1]
     target = jnp.where(here, records, count)  # dropped
 

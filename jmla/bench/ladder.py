@@ -55,6 +55,7 @@ from jmla.models.config import V4Config
 from jmla.models.config.common import shown
 from jmla.models.params import graphdef, layer_counts, layer_module, layer_stacks, streams_of
 from jmla.models.spec import PAGE_TOKENS, cache_layouts
+from jmla.requests import tokenizer_of
 from jmla.values import check_integer
 
 REPLAYED = 64  # tokens at the end whose selections and logits are compared
@@ -98,11 +99,6 @@ def text_ids(model: Model, corpus: str | None, count: int, seed: int) -> np.ndar
     if not len(ids) or ids.max() >= vocab:
         raise ValueError(f"Expected corpus={shown(corpus)} to hold ids below {vocab}, at least one")
     return np.resize(ids, count).astype(np.int32)
-
-
-def tokenizer_of(model: Model) -> Any:
-    """The model's tokenizer, or None."""
-    return None if model.text is None else model.text.tokenizer
 
 
 def facts_of(model: Model) -> Facts | None:

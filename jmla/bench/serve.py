@@ -260,13 +260,13 @@ def _submit(engine: Engine, chat: Chat, now: Callable[[], float]) -> tuple[Chat,
     prompt, new = chat.turns[0]
     served = Served(chat.arrival, len(prompt), turn=chat.turn)
 
-    def first(_: str | int) -> None:  # the tokens of a launch are there at once, whenever the host comes to each
+    def told(_: str | int) -> None:  # the tokens of a launch are there at once, whenever the host comes to each
         served.told = now()
         if len(handle.token_ids) == 1:
             served.deliver(served.told, 1)
 
     handle = engine.submit(
-        prompt, sampling=NO_STOP, max_new_tokens=new, salt=chat.salt, priority=chat.priority, callback=first
+        prompt, sampling=NO_STOP, max_new_tokens=new, salt=chat.salt, priority=chat.priority, callback=told
     )
     return chat, served, handle
 

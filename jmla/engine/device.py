@@ -2,13 +2,14 @@
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmla import models
-from jmla.decoding import Made, Rows, Unread, choose, decode_block
+from jmla.decoding import Made, Rows, choose, decode_block
 from jmla.models import Model, PagedCache
 from jmla.models.cache import copy_pages, place_row, put_rows, record_boundaries, take_rows
 from jmla.models.inputs import on_device
@@ -101,6 +102,7 @@ def prefill_rows(
     part = take_rows(cache, index)
     here = jnp.minimum(index, cache.batch - 1)
     some = jax.tree.map(lambda x: x[here], rows)
+    hidden: Any = None
     if some.unread is None:
         logits, part = models.prefill(model, tokens, counts, part, donate=False)
     else:
@@ -109,10 +111,10 @@ def prefill_rows(
         after = jnp.roll(tokens, -1, axis=1).at[row, last].set(following)
         # The draft block reads a token together with the next one: a prompt's last token has to wait for it.
         _, _, part = models.draft(model, hidden, after, part, lengths=counts - ending, donate=False)
-        some = replace(some, unread=_first_unread(some.unread, hidden[row, last], ending))
-    cache = put_rows(cache, index, part)
+        hidden = hidden[row, last]
+    before, cache = cache.lengths, put_rows(cache, index, part)
     if records is not None:
-        cache = record_boundaries(cache, records)
+        cache = record_boundaries(cache, records, before)
     some, made = choose(
         logits,
         replace(some, active=ending),
@@ -122,7 +124,7 @@ def prefill_rows(
         model.spec.deterministic,
     )
     if some.unread is not None:
-        some = replace(some, unread=replace(some.unread, tokens=some.unread.tokens.at[:, 0].set(some.token)))
+        some = replace(some, unread=some.unread.behind_a_prompt(hidden, some.token))
     target = jnp.where(ending, index, cache.batch)  # dropped
     rows = jax.tree.map(lambda all_, new: all_.at[target].set(new, mode="drop"), rows, some)
     none = jnp.zeros_like(counts)
@@ -131,20 +133,10 @@ def prefill_rows(
 
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows"))
-def decode_rows(
-    model: Model,
-    cache: PagedCache,
-    rows: Rows,
-    params: RowParams,
-    ends: jax.Array,
-    alive: jax.Array,
-    tops: jax.Array,
-    passes: jax.Array,
-    records: jax.Array | None,
-) -> tuple[PagedCache, Rows, Made, jax.Array]:
+def decode_rows(model: Model, cache: PagedCache, rows: Rows, *options: Any) -> tuple[PagedCache, Rows, Made, jax.Array]:
     """Some tokens of all rows that decode, with drafts where ``rows`` have room for what the draft block has not read.
 
-    For the arguments see ``jmla.decoding.decode_block`` and ``jmla.speculation.speculative_block``.
+    For ``options`` see ``jmla.decoding.decode_block`` and ``jmla.speculation.speculative_block``, which have the same.
 
     Returns:
         The cache, the rows, what was made, and ``[4, B]`` int32: tokens made, drafts checked, drafts that were right,
@@ -152,18 +144,11 @@ def decode_rows(
     """
     before = rows.made
     if rows.unread is None:
-        cache, rows, made = decode_block(model, cache, rows, params, ends, alive, tops, passes, records)
+        cache, rows, made = decode_block(model, cache, rows, *options)
         counts = (rows.made - before, jnp.zeros_like(before), jnp.zeros_like(before))
     else:
-        cache, rows, made, counts = speculative_block(model, cache, rows, params, ends, alive, tops, passes, records)
+        cache, rows, made, counts = speculative_block(model, cache, rows, *options)
     return cache, rows, made, jnp.stack([*counts, rows.active.astype(jnp.int32)])
-
-
-def _first_unread(unread: Unread, hidden: jax.Array, ending: jax.Array) -> Unread:
-    """What is left to read behind a prompt: its last token's ``hidden [b, ...]``."""
-    return replace(
-        unread, hidden=unread.hidden.at[:, 0].set(hidden.astype(unread.hidden.dtype)), counts=ending.astype(jnp.int32)
-    )
 
 
 def with_tables(cache: PagedCache, table: np.ndarray, window_table: np.ndarray | None) -> PagedCache:

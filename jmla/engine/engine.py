@@ -364,8 +364,8 @@ class Engine:
         self._decode(decoding)
         self.stats.host_seconds += time.perf_counter() - began
         self._say_all()
-        for flight in first:
-            self._settle(flight)
+        for beginning in first:
+            self._settle(beginning)
         self._say_all()
         self.stats.steps += bool(flight or prompts or decoding)
 
