@@ -88,6 +88,8 @@ def check_token_ids(name: str, ids: Any, vocab_size: int, *, least: int = 1) -> 
         ids = ids.tolist()
     if len(ids) < least:
         raise ValueError(f"Expected {name} to hold at least one token, got none")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # a long prompt's milliseconds
+        return np.array(ids, np.int32)
     numbers = [as_integer(value) for value in ids]
     for position, number in enumerate(numbers):
         if number is None:

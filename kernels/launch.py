@@ -1,5 +1,6 @@
 """Launches of Triton kernels inside JAX programs, and whether they can run."""
 
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -90,6 +91,8 @@ def register_module(
     *,
     function: str | None = None,
     named_only: bool = False,
+    rival: dispatch.Rival | None = None,
+    broken: Callable[[], str | None] | None = None,
 ) -> None:
     """Registers a CUDA implementation whose module is imported at its first call.
 
@@ -100,7 +103,7 @@ def register_module(
         unavailable: gives the reason why no kernel of this kind can serve a target, or None.
         refuses: gives the reason why this one cannot serve the shapes that the operation states, or None.
         function: the name of its function in the module, that of the operation where none is given.
-        named_only: see ``dispatch.register``.
+        named_only, rival, broken: see ``dispatch.Implementation``.
     """
 
     def why_not(target: dispatch.Target, shapes: Mapping[str, Any]) -> str | None:
@@ -109,7 +112,9 @@ def register_module(
     def call(*arrays: Any, **static: Any) -> Any:
         return getattr(importlib.import_module(module), function or op)(*arrays, **static)
 
-    dispatch.register(op, name, call, platform="cuda", why_not=why_not, named_only=named_only)
+    dispatch.register(
+        op, name, call, platform="cuda", why_not=why_not, named_only=named_only, rival=rival, broken=broken
+    )
 
 
 @functools.cache
@@ -118,6 +123,8 @@ def mend_jax_triton() -> None:
 
     It sends Gluon kernels through the stages of Triton kernels, whose passes choose layouts anew and do not end on such
     kernels; and it launches as many warps as it was asked for, where the compiler has added those of the other roles.
+
+    A kernel that several threads need at a time is compiled by one of them, for which the others wait.
 
     It also takes every array to start at a multiple of 16 bytes. Of the operands of this package's kernels only those
     are taken to that ``_keeps_aligned`` names.
@@ -154,6 +161,19 @@ def mend_jax_triton() -> None:
         return compile_kernel(module, Stages(backend) if gluon else backend, options, capability)
 
     build, find = lib.KernelSpecialization.build, lib.TritonFunction.get_or_create_kernel
+    compile_one = lib.TritonFunction._compile_kernel
+    compiling: dict[Any, concurrent.futures.Future[Any]] = {}
+
+    @functools.wraps(compile_one)
+    def compile_once(self: Any, spec: Any, target: Any, backend: Any, options: Any) -> Any:
+        mine: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        known = compiling.setdefault(self._make_cache_key(spec, target, options), mine)  # of one thread it is its own
+        if known is mine:
+            try:
+                mine.set_result(compile_one(self, spec, target, backend, options))
+            except BaseException as error:
+                mine.set_exception(error)
+        return known.result()
 
     @functools.wraps(build)
     def build_unaligned(arg_names: Any, args: Any, *rest: Any) -> Any:
@@ -173,6 +193,7 @@ def mend_jax_triton() -> None:
             _ours.reset(token)
 
     lib.KernelSpecialization.build = build_unaligned
+    lib.TritonFunction._compile_kernel = compile_once
     lib.TritonFunction.get_or_create_kernel = find_ours
     lib.compile_ttir_to_ptx_inplace = compile_either
     if runtime is not None:
@@ -229,7 +250,7 @@ def launch(
     Args:
         kernel: a function under ``triton.jit`` or ``gluon.jit``: pointers of the operands, then of the outputs that
             replace no operand, then constants.
-        operands: arrays; a Python number is compiled into the kernel.
+        operands: arrays and Python numbers; of the latter 1 and multiples of 16 are compiled into the kernel as such.
         out: a ``jax.ShapeDtypeStruct`` or a sequence of them.
         grid: programs along each of up to three axes.
         aliases: operand index -> output index: that output is the operand, updated in place; the kernel has no

@@ -22,7 +22,7 @@ def is_host(x: Any) -> bool:
 def on_device(array: Any, dtype: Any) -> Array:
     """An array for a step. Of what is on the host it is a copy of NumPy's: the CPU backend may read an array where it
     lies, and later than it was given, when the caller has changed it."""
-    return jnp.asarray(np.array(array, dtype)) if is_host(array) else array.astype(dtype)
+    return jax.device_put(np.array(array, dtype)) if is_host(array) else array.astype(dtype)
 
 
 def as_array(name: str, values: Any) -> Any:

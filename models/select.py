@@ -11,6 +11,14 @@ ROW_TILE = 16  # fewest rows of a request in a tile
 NARROWEST = 4096  # columns below which the width of the scores is not adapted to the text
 
 
+def widths(pages: int, page_size: int = 64) -> list[int]:
+    """Numbers of pages, widest first, of which a pass takes the least that holds its longest text."""
+    out = [pages]
+    while out[-1] * page_size > NARROWEST:
+        out.append(-(-out[-1] // 4))
+    return out
+
+
 def select(
     ctx: StepContext, q: jax.Array, weights: jax.Array, pool: jax.Array, table: jax.Array, visible: jax.Array, k: int
 ) -> jax.Array:
@@ -33,9 +41,7 @@ def select(
     layout = ctx.layouts["index"]
     batch, pages = table.shape
     rows = q.shape[0] // batch
-    widths = [pages]
-    while widths[-1] * layout.page_size > NARROWEST:
-        widths.append(-(-widths[-1] // 4))
+    sizes = widths(pages, layout.page_size)
 
     def with_pages(count: int) -> jax.Array:
         tile = max(TILE_ELEMENTS // (batch * count * layout.page_size), ROW_TILE)
@@ -67,7 +73,7 @@ def select(
         return chosen.reshape(tiles, batch, tile, k).swapaxes(0, 1).reshape(batch, tiles * tile, k)[:, :rows]
 
     longest = jnp.max(visible)
-    fitting = sum((longest <= w * layout.page_size).astype(jnp.int32) for w in widths[1:])
-    branches = [lambda count=count: with_pages(count) for count in widths]
+    fitting = sum((longest <= w * layout.page_size).astype(jnp.int32) for w in sizes[1:])
+    branches = [lambda count=count: with_pages(count) for count in sizes]
     chosen = jax.lax.switch(fitting, branches) if len(branches) > 1 else branches[0]()
     return chosen.reshape(batch * rows, k)

@@ -74,10 +74,13 @@ def _recorded() -> Iterator[list[tuple[str, int, str]]]:
         return find(self, *args, **kwargs)
 
     lib.compile_ttir_to_ptx_inplace, lib.TritonFunction.get_or_create_kernel = recording, afresh
+    once = lib.TritonFunction._compile_kernel
+    lib.TritonFunction._compile_kernel = once.__wrapped__  # which knows kernels of before
     try:
         yield results
     finally:
         lib.compile_ttir_to_ptx_inplace, lib.TritonFunction.get_or_create_kernel = compile_kernel, find
+        lib.TritonFunction._compile_kernel = once
 
 
 def _assemble(name: str, shared: int, ptx: str, capability: int) -> Compiled:

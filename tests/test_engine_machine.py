@@ -1,5 +1,7 @@
 """Random work for an engine: submissions, forks, drafts, steps, cancellations, deadlines, priorities; each as alone."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,11 +25,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     family = "v32"
     drafts = 0
+    programs: ClassVar[dict] = {}
 
     def __init__(self):
         super().__init__()
         self.now = 0.0
         self.engine = make(self.family, clock=lambda: self.now, drafts=self.drafts)
+        warm = self.programs.get((self.family, self.drafts))
+        if warm is None:  # compiled once for all examples, and launched ahead from another thread as after a warm-up
+            self.engine.warmup(workers=2, progress=False)
+            self.programs[self.family, self.drafts] = self.engine._programs
+        else:
+            self.engine._programs = warm
         self.away = [self.engine._pages.take() for _ in range(4)]
         self.asked = []
 
@@ -71,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
         if engine._windows is not None:
             points = [n for n in nodes if n.record >= 0]
             kinds.append((engine._windows, [list(r.windows.values()) for r in running], [n.window for n in points]))
-            flying = [[r.record] for r in running if r.record >= 0]
+            flying = [[p.record] for f in engine._flights for p in f.passengers if p.record >= 0]
             kinds.append((engine._records, flying, [n.record for n in points]))
         for pool, held, kept in kinds:
             owners = np.zeros(pool.size, int)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jmla import SamplingParams
-from jmla.engine import Engine
+from jmla.engine import Engine, Stats, stored
 from jmla.engine.engine import _rectangles, _shapes
 from tests.test_engine import alone, check_all_back, model
 
@@ -77,6 +77,9 @@ def test_nothing_is_compiled_after_warmup(family, count, options, compiled):
     assert len(compiled) >= 8
     before = len(compiled)
     engine.warmup(workers=2)  # once more costs nothing
+    engine._run_once()  # as a warm-up on a GPU does
+    assert engine.stats == Stats()
+    check_all_back(engine)
     serve(engine, count, options["max_seq_len"])
     assert len(compiled) == before
     assert engine.stats.preempted > 0
@@ -113,8 +116,25 @@ def test_bad_options():
         engine.warmup(progress=1)
 
 
+def test_what_a_stored_program_calls_is_there_before_it_is_loaded(tmp_path, monkeypatch):
+    """Such as the FFI targets of kernels, of which a process that only loads programs knows nothing."""
+    said = []
+    known = {"json": lambda: said.append("registered"), "no_such_module": lambda: said.append("wrong")}
+    monkeypatch.setattr(stored, "CALLED", known)
+    load = stored.serialize_executable.deserialize_and_load
+    monkeypatch.setattr(
+        stored.serialize_executable, "deserialize_and_load", lambda *parts: said.append("loaded") or load(*parts)
+    )
+    store = stored.ProgramStore(tmp_path)
+    store.save("one", jax.jit(lambda x: x + 1).lower(np.float32(1)).compile())
+    assert store.load("one")(np.float32(2)) == 3
+    assert said == ["registered", "loaded"]
+    assert store.load("two") is None
+
+
 SECOND = """
 import json, sys, time
+import numpy as np
 import jax
 from jmla.engine import Engine
 from tests.tiny import tiny_model

@@ -1,5 +1,7 @@
 """The engine: admits requests to the rows of a cache, and decides for each step who computes what on which pages."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmla.batching import SMALLEST_CHUNK, bucket
@@ -16,10 +19,10 @@ from jmla.decoding import BLOCK, Rows
 from jmla.engine import device
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
-from jmla.engine.programs import Job, Programs, default_workers
+from jmla.engine.programs import Job, Programs
 from jmla.engine.request import Handle, Request
 from jmla.kernels import dispatch
-from jmla.models import Model, PagedCache
+from jmla.models import Model, PagedCache, select
 from jmla.models.cache import first_window_page, open_cache, window_pages
 from jmla.models.config import V4Config
 from jmla.models.config.common import shown
@@ -50,9 +53,10 @@ class Stats:
         drafted_tokens: guesses of the draft block that were looked at.
         accepted_tokens: of those, the ones that were right.
         step_seconds: time in steps.
-        host_seconds: time of the host between what the device had made and the device's next work.
+        host_seconds: time in which the device may have had no work for want of the host: from when it was last seen to
+            work, or got some, until it got more. An upper bound, for its own work may be part of it.
         wait_seconds: time that the host waited for the device.
-        late_steps: steps in which the device had ended its work before the host came for it.
+        late_steps: steps in which the device had ended all its work before the host came.
     """
 
     submitted: int = 0
@@ -77,24 +81,22 @@ class Flight:
     """What the device was asked for and has not been looked at.
 
     Attributes:
-        entries: place among the rows of the arrays, request, and the seat that it had.
+        passengers: whom it makes tokens for.
         made: tokens, log-probabilities, and the likeliest ids with theirs if someone wants them; ``[n, ...]``.
         counted: ``[4, n]`` as ``jmla.engine.device`` gives it.
+        decoding: whether rows go on from tokens that they have made; else these are the first behind prompts, and no
+            page holds them.
     """
 
-    entries: list[tuple[int, Request, object]]
+    passengers: list["Passenger"]
     made: tuple[jax.Array, ...]
     counted: jax.Array
+    decoding: bool
 
-    @classmethod
-    def of(
-        cls, places: list[tuple[int, Request]], made: tuple[jax.Array, ...], counted: jax.Array, tops: bool
-    ) -> "Flight":
-        """Of the requests at ``places``; the arrays are on their way to the host from now on."""
-        flight = cls([(at, r, r.seat) for at, r in places], made if tops else made[:2], counted)
-        for array in (*flight.made, counted):
+    def __post_init__(self) -> None:
+        """The arrays are on their way to the host from now on."""
+        for array in (*self.made, self.counted):
             array.copy_to_host_async()
-        return flight
 
     @property
     def ready(self) -> bool:
@@ -106,6 +108,25 @@ class Flight:
         if len(made) == 2:
             made += [np.zeros((*made[0].shape, 0))] * 2
         return made, np.asarray(self.counted)
+
+
+@dataclasses.dataclass
+class Passenger:
+    """A request in a flight.
+
+    Attributes:
+        at: its place among the rows of the flight's arrays.
+        request: itself.
+        seat: the one that it has: what was computed for another seat is void.
+        most: tokens that it makes at most.
+        record: where the device keeps its states if it comes to a page's end, -1 for nowhere.
+    """
+
+    at: int
+    request: Request
+    seat: object
+    most: int
+    record: int = -1
 
 
 class Engine:
@@ -180,10 +201,11 @@ class Engine:
         served = dataclasses.replace(
             spec,
             max_seq_len=length,
-            prefill_chunk=max(chunk, SMALLEST_CHUNK, BLOCK),
+            prefill_chunk=max(chunk, SMALLEST_CHUNK, 2 * BLOCK),  # two decode launches may be in the air
             drafting=self._drafts > 0,
         )
         self._model = dataclasses.replace(model, spec=served)
+        self._served = dataclasses.replace(self._model, text=None)  # what programs get: they do not depend on text
         points = min(count, 64) if resume_points is None else check_integer("resume_points", resume_points, 0)
         self._reuse = self._reuse and self._window - 1 <= PAGE_TOKENS  # a resume point holds one window page
         points = points if self._window and self._reuse else 0
@@ -197,11 +219,16 @@ class Engine:
         self._running: list[Request | None] = [None] * rows
         self._waiting: list[Request] = []
         self._params = RowParams.pack([DEFAULTS] * rows)
+        self._params_there: RowParams | None = None  # on the device
         self._ends = end_token_ids(model)
-        self._end_ids = end_token_array(self._ends)
+        self._end_ids = jax.device_put(end_token_array(self._ends))
         self._tokenizer = tokenizer_of(model)
         self._sent: list[np.ndarray] = []  # tables that the device has
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # of decoding: one between steps, two within
+        self._latest: jax.Array | None = None  # of what the device was given last; None once all is done
+        self._working_at = 0.0  # when it was given that, or seen to work
+        self._hands: concurrent.futures.ThreadPoolExecutor | None = None
+        self._handing: concurrent.futures.Future[None] | None = None  # a launch that another thread makes
         self._unsaid: list[Request] = []
         self._programs = Programs()
         self._lock = threading.RLock()
@@ -335,7 +362,9 @@ class Engine:
 
     def _recover(self) -> None:
         """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
-        self._flight = None
+        with contextlib.suppress(Exception):  # what it could not launch is forgotten too
+            self._join()
+        self._flights, self._latest = [], None
         self._open_pools()  # where nobody holds a page, whatever was taken or given back when it was interrupted
         for request in [r for r in self._running if r is not None]:
             if not request.ended:
@@ -346,28 +375,60 @@ class Engine:
             self._cache, self._rows = self._empty(len(self._running))
 
     def _step(self) -> None:
-        """What the device made since the last step is settled, then it gets new work, and meanwhile callers their text.
+        """Gives the device new work before what it made is looked at, wherever that does not decide about the work.
 
-        So that the device waits for the host no longer than it takes to see how far each request has come.
+        While requests decode, the next launch stands behind the one in the air, so that the device waits for nobody.
+        Then what the earlier one made is settled: who goes on, who has ended, whose prompt is read. Callers get their
+        text at the end, while the device works.
         """
-        began, flight, self._flight = time.perf_counter(), self._flight, None
-        if flight is not None:
-            self.stats.late_steps += flight.ready
-            began = self._settle(flight)
+        flights, found = self._flights, bool(self._flights)
+        self.stats.late_steps += found and self._rests()
+        earlier = flights.pop(0) if found else None
+        ahead = earlier is not None and self._can_go_ahead() and self._decode(self._decoding(), aside=True)
+        if earlier is not None:
+            self._settle(earlier)
+        if self._handing is not None:
+            self._say_all()
+            self._join()
         self._expire()
         for request in [r for r in self._running if r is not None and r.branches]:
             self._branch(request)
         self._admit()
         prompts = self._next_chunks()
         first = self._prefill(prompts)
-        decoding = [r for r in self._running if r is not None and r.active and r.left > 0]
-        self._decode(decoding)
-        self.stats.host_seconds += time.perf_counter() - began
+        if not flights:
+            ahead = self._decode(self._decoding(), aside=True) or ahead
         self._say_all()
         for beginning in first:
             self._settle(beginning)
         self._say_all()
-        self.stats.steps += bool(flight or prompts or decoding)
+        self._join()
+        if not any(self._running):
+            while flights:  # launches in which nobody had anything left to make
+                self._settle(flights.pop(0))
+        self.stats.steps += bool(found or ahead or prompts)
+        if not self.busy:
+            self._latest = None
+
+    def _rests(self) -> bool:
+        """Whether the device has done all that it was given."""
+        return self._latest is not None and self._latest.is_ready()  # type: ignore[attr-defined]
+
+    def _decoding(self) -> list[Request]:
+        return [r for r in self._running if r is not None and r.active]
+
+    def _can_go_ahead(self) -> bool:
+        """Whether the launch behind the one in the air can be made before that is settled.
+
+        Someone must have tokens left to make, nobody wait who has a row to begin in, and pages be free for all: who
+        gives pages back is not decided before it is known who has ended.
+        """
+        if self._waiting and None in self._running:
+            return False
+        requests = self._decoding()
+        steps = self._launch_steps()
+        need = sum(max(pages_of(r.length + r.ahead(steps)) - len(r.pages), 0) for r in requests)
+        return any(r.left > 0 for r in requests) and need <= self.free_pages
 
     def run(self) -> None:
         """Steps until no request is left."""
@@ -400,20 +461,66 @@ class Engine:
     def warmup(self, *, workers: int | None = None, progress: bool | None = None) -> None:
         """Compiles everything that this engine can run, before the first request waits for it.
 
-        With JAX's persistent compilation cache (``JAX_COMPILATION_CACHE_DIR``) a second process finds all of it there.
+        Where JAX's persistent compilation cache is set up (``JAX_COMPILATION_CACHE_DIR``), a second process finds all
+        of it there, whole programs beside what JAX keeps, and neither traces nor compiles. On a GPU an engine without
+        requests also runs everything once, since Triton's kernels are assembled at their first launch.
 
         Args:
-            workers: threads that compile at a time; default: one for each processor, at most 16.
+            workers: threads that compile at a time, and processes for CuTe DSL kernels; default: one thread for each
+                processor, at most 16, and as many processes as ``docs/cute.md`` says.
             progress: whether a bar is drawn; default: where the error output is a terminal.
 
         Raises:
             TypeError, ValueError: a bad option.
         """
-        count = default_workers() if workers is None else check_integer("workers", workers, 1)
+        count = None if workers is None else check_integer("workers", workers, 1)
         bar = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
         with self._lock, dispatch.following(self._model.params, self._cache):
-            self._load_tables()
+            self._load_host_state()
             self._programs.compile(list(self._jobs()), count, bar)
+            on_cpu = all(d.platform == "cpu" for d in self._cache.lengths.devices())
+            if not on_cpu and not self.busy:
+                self._run_once()
+
+    def _run_once(self) -> None:
+        """Runs each program on a token of every row, behind texts of each length for which other kernels serve.
+
+        A GPU's Triton kernels are assembled at their first launch. The texts are nowhere: no row has pages, so that
+        nothing is written; what the rows have become is put right where they are given to requests.
+        """
+        rows = len(self._running)
+        records = np.full(rows, -1, np.int32)
+        parts = self._cache.kernel_pages
+        for pages in select.widths(self._table.shape[1] * parts):
+            length = min(pages * PAGE_TOKENS // parts, self.max_seq_len) - 2 * BLOCK
+            for function, key, _ in self._jobs():
+                if function is device.place:
+                    continue
+                self._pretend(max(length, 0))
+                if function is device.decode_rows:
+                    self._rows = dataclasses.replace(
+                        self._rows,
+                        active=jnp.ones(rows, bool),
+                        made=jnp.zeros(rows, jnp.int32),
+                        limit=jnp.full(rows, 2, jnp.int32),
+                    )
+                    args = self._decode_args(np.ones(rows, bool), 1, records, False)
+                else:
+                    size, width = key
+                    index, one = np.arange(size, dtype=np.int32), np.ones(size, np.int32)
+                    part = index, np.zeros((size, width), np.int32), one, one, np.zeros(size, bool)
+                    args = self._prefill_args(*part, records, False)
+                self._cache, self._rows, *_ = self._run(function, key, *args)
+        self._pretend(0)
+        self._rows = dataclasses.replace(self._rows, active=jnp.zeros(rows, bool))
+        jax.block_until_ready(self._cache.lengths)
+        self._latest = None
+
+    def _pretend(self, length: int) -> None:
+        """Says that every row holds ``length`` tokens."""
+        lengths = jnp.full(len(self._running), length, jnp.int32)
+        drafted = lengths if self._drafts else jnp.zeros_like(lengths)
+        self._cache = self._cache.replace(lengths=lengths, draft_lengths=drafted)
 
     @property
     def max_seq_len(self) -> int:
@@ -559,7 +666,7 @@ class Engine:
             request.cached = length
             self.stats.prompt_tokens += len(request.prompt)
             self.stats.cached_tokens += length
-        self._params = self._params.with_row(row, request.params)
+        self._params, self._params_there = self._params.with_row(row, request.params), None
         tokens = _padded(request.tokens)
         numbers = [np.int32(x) for x in (row, length, record, source)]
         pages_to_copy = [np.array([pair], np.int32) for pair in pairs]
@@ -631,8 +738,6 @@ class Engine:
         if self._windows is not None:
             for page in request.windows.values():
                 self._windows.release(page)
-        if request.record >= 0 and self._records is not None:
-            self._records.release(request.record)
         self._forget_row(request)
 
     def _forget_row(self, request: Request) -> None:
@@ -644,7 +749,7 @@ class Engine:
             self._window_table[row] = -1
         request.row, request.length, request.noted, request.active = -1, 0, 0, False
         request.pages, request.windows, request.node = [], {}, None
-        request.seat, request.coming, request.record = None, 0, -1
+        request.seat, request.coming = None, 0
 
     # ---- pages
 
@@ -764,7 +869,7 @@ class Engine:
                 following[i] = 0 if ending[i] else known[end]
                 if self._reuse and end % PAGE_TOKENS == 0:
                     records[request.row] = self._take_record()
-            self._load_tables()
+            self._load_host_state()
             tops = self._wants_tops()
             self._cache, self._rows, made, counted = self._run(
                 device.prefill_rows,
@@ -775,73 +880,109 @@ class Engine:
                 self._advance(request, request.length + count, int(records[request.row]))
             ended = [(i, request) for i, (request, _) in enumerate(group) if ending[i]]
             for _, request in ended:
-                request.active, request.coming = True, 1
+                request.active = True
+                request.coming += 1
             if ended:
-                flights.append(Flight.of(ended, made, counted, tops))
+                passengers = [Passenger(i, request, request.seat, 1) for i, request in ended]
+                flights.append(Flight(passengers, made if tops else made[:2], counted, decoding=False))
         return flights
 
-    def _decode(self, requests: list[Request]) -> None:
-        """Lets requests make some tokens, which are settled in the next step."""
+    def _launch_steps(self) -> int:
+        """Tokens of a row that the next decode launch makes at most."""
         busy = bool(self._waiting) or any(r is not None and not r.active for r in self._running)
         steps = min(self._steps, BUSY_STEPS) if busy else self._steps
-        passes = max(steps // (self._drafts + 1), 1)
-        steps = passes * (self._drafts + 1)
+        return max(steps // (self._drafts + 1), 1) * (self._drafts + 1)
+
+    def _decode(self, requests: list[Request], aside: bool = False) -> bool:
+        """Lets requests make some tokens, which a later step settles; whether there was anything to launch.
+
+        With ``aside`` another thread may make the launch, until ``_join``: a launch takes as long as the host has to
+        follow the device through a program, and other work can be done meanwhile. What would be traced is not, for it
+        would not see this thread's contexts.
+        """
+        steps = self._launch_steps()
+        if not any(r.left > 0 for r in requests):
+            return False
         for request in sorted(requests, key=lambda r: r.rank):
             if request.row >= 0:
-                self._make_room(request, min(steps, request.left))
+                self._make_room(request, request.ahead(steps))
         requests = [request for request in requests if request.row >= 0]
-        if not requests:
-            return
+        if not any(r.left > 0 for r in requests):
+            return False
         alive = np.zeros(len(self._running), bool)
         records = np.full(len(self._running), -1, np.int32)
-        for request in requests:
+        passengers = []
+        for request in requests:  # those too that may have ended meanwhile: the device knows
             alive[request.row] = True
-            to_end = PAGE_TOKENS - request.length % PAGE_TOKENS
-            if self._reuse and to_end <= min(steps, request.left):
-                records[request.row] = request.record = self._take_record()
-        self._load_tables()
+            start = request.length + (0 if self._drafts else request.coming_decoded)
+            if self._reuse and start // PAGE_TOKENS < (request.length + request.ahead(steps)) // PAGE_TOKENS:
+                records[request.row] = self._take_record()
+            most = min(steps, max(request.left, 0)) if not self._drafts else steps
+            passengers.append(Passenger(request.row, request, request.seat, most, int(records[request.row])))
+        self._load_host_state()
         tops = self._wants_tops()
-        self._cache, self._rows, made, counted = self._run(
-            device.decode_rows, (), *self._decode_args(alive, passes, records, tops)
-        )
-        self._flight = Flight.of([(request.row, request) for request in requests], made, counted, tops)
+        args = self._decode_args(alive, steps // (self._drafts + 1), records, tops)
+        for passenger in passengers:
+            passenger.request.coming += passenger.most
+
+        def launch() -> None:
+            self._cache, self._rows, made, counted = self._launch(device.decode_rows, (), args)
+            self._flights.append(Flight(passengers, made if tops else made[:2], counted, decoding=True))
+
+        self._count_rest()
+        if aside and self._programs.has(device.decode_rows, ()):
+            self._hands = self._hands or concurrent.futures.ThreadPoolExecutor(1, "jmla-launch")
+            self._handing = self._hands.submit(launch)
+        else:
+            launch()
+        return True
+
+    def _join(self) -> None:
+        """Waits for the launch that another thread makes."""
+        if self._handing is not None:
+            try:
+                self._handing.result()
+            finally:
+                self._handing = None
 
     # ---- what comes of it
 
-    def _settle(self, flight: "Flight") -> float:
-        """Takes in what requests have made: how long they are, and whether they go on. Their text comes later.
-
-        Returns:
-            When the device had made it.
-        """
-        began = time.perf_counter()
+    def _settle(self, flight: "Flight") -> None:
+        """Takes in what requests have made: how long they are, and whether they go on. Their text comes later."""
+        waits, began = not flight.ready, time.perf_counter()
         made, counted = flight.fetch()
         there = time.perf_counter()
         self.stats.wait_seconds += there - began
-        for at, request, seat in flight.entries:
-            if request.seat is not seat:  # gave its row back meanwhile
+        if waits:
+            self._working_at = there
+        for passenger in flight.passengers:
+            at, request = passenger.at, passenger.request
+            if request.seat is not passenger.seat:  # gave its row back meanwhile
+                self._give_back_record(passenger.record)
                 continue
             count, drafted, accepted, goes_on = (int(x) for x in counted[:, at])
             request.drafted, request.accepted = request.drafted + drafted, request.accepted + accepted
             self.stats.drafted_tokens += drafted
             self.stats.accepted_tokens += accepted
-            self._unsaid.append(request)
-            request.unsaid.append((len(request.made), [column[at][:count] for column in made]))
-            request.made += made[0][at][:count].tolist()
-            if request.coming:  # its first, which no page holds
-                request.coming = 0
-            else:
-                self._note_decoded(request)
+            request.coming -= passenger.most
+            if count:
+                self._unsaid.append(request)
+                request.unsaid.append((len(request.made), [column[at][:count] for column in made]))
+                request.made += made[0][at][:count].tolist()
+            if flight.decoding:
+                self._note_decoded(request, passenger.record)
             if not goes_on:
                 self._release(request)
-        return there
 
-    def _note_decoded(self, request: Request) -> None:
-        """Notes what a request's pages hold after it has decoded."""
+    def _give_back_record(self, record: int) -> None:
+        if record >= 0 and self._records is not None:
+            self._records.release(record)
+
+    def _note_decoded(self, request: Request, record: int) -> None:
+        """Notes what a request's pages hold after it has decoded; ``record`` as a passenger's."""
         length = request.known - 1  # the last token is not in the pages
-        record, request.record = request.record, -1
-        if record >= 0 and length // PAGE_TOKENS == request.length // PAGE_TOKENS and self._records is not None:
-            self._records.release(record)  # the page's end was not reached
+        if length // PAGE_TOKENS == request.length // PAGE_TOKENS:  # the page's end was not reached
+            self._give_back_record(record)
             record = -1
         self._advance(request, length, record)
 
@@ -894,17 +1035,30 @@ class Engine:
         tops: bool,
     ) -> tuple[Any, ...]:
         where = records if self._cache.boundaries else None
-        rows = (self._model, self._cache, self._rows, self._params)
+        rows = (self._served, self._cache, self._rows, self._params_there)
         return *rows, index, tokens, counts, following, ending, self._end_ids, np.array(tops), where
 
     def _decode_args(self, alive: np.ndarray, passes: int, records: np.ndarray, tops: bool) -> tuple[Any, ...]:
         where = records if self._cache.boundaries else None
-        rows = (self._model, self._cache, self._rows, self._params)
+        rows = (self._served, self._cache, self._rows, self._params_there)
         return *rows, self._end_ids, alive, np.array(tops), np.int32(passes), where
 
     def _run(self, function: Any, key: tuple[Any, ...], *args: Any) -> Any:
+        if function is not device.place:
+            self._count_rest()
+        return self._launch(function, key, args)
+
+    def _count_rest(self) -> None:
+        """Counts the time that the device may have waited, now that it gets work."""
+        if self._stepping and self._rests():
+            self.stats.host_seconds += time.perf_counter() - self._working_at
+
+    def _launch(self, function: Any, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         with dispatch.following(self._model.params, self._cache):
-            return self._programs.run(function, key, *args)
+            results = self._programs.run(function, key, *args)
+        if function is not device.place:
+            self._latest, self._working_at = results[-1], time.perf_counter()
+        return results
 
     def _jobs(self) -> Iterator[Job]:
         """Everything that can run, with arguments like those that it will have."""
@@ -921,8 +1075,10 @@ class Engine:
             args = (*[number] * 4, pair, pair, number, np.zeros(length, np.int32), number, number)
             yield device.place, (length,), (self._cache, self._rows, *args)
 
-    def _load_tables(self) -> None:
-        """Sends the tables to the device, if they are not there as they are now."""
+    def _load_host_state(self) -> None:
+        """Sends the tables and the sampler's options to the device, if they are not there as they are now."""
+        if self._params_there is None:
+            self._params_there = jax.device_put(self._params)
         tables = [table for table in (self._table, self._window_table) if table is not None]
         if len(self._sent) != len(tables) or not all(map(np.array_equal, self._sent, tables)):
             self._cache = device.with_tables(self._cache, self._table, self._window_table)

@@ -10,6 +10,9 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
+from jmla.engine.stored import ProgramStore
+from jmla.kernels import dispatch, launch_cute
+
 Key = tuple[Any, ...]
 Job = tuple[Any, Key, tuple[Any, ...]]  # a jitted function, what its programs differ in, and arguments
 
@@ -27,17 +30,74 @@ class Programs:
         """Calls a jitted function; all arguments that give one ``key`` have the same shapes."""
         return self._made.get((function, key), function)(*args)
 
-    def compile(self, jobs: Sequence[Job], workers: int, progress: bool) -> None:
-        """Compiles what is not there yet, in ``workers`` threads; nothing is executed, and no argument is donated."""
+    def has(self, function: Any, key: Key) -> bool:
+        """Whether a program is there, so that calling it neither traces nor compiles."""
+        return (function, key) in self._made
+
+    def compile(self, jobs: Sequence[Job], workers: int | None, progress: bool) -> None:
+        """Loads or compiles what is not there yet; executes nothing, donates nothing.
+
+        Args:
+            jobs: the programs.
+            workers: threads, and processes for CuTe DSL kernels; None for as many as fit.
+            progress: whether a bar is drawn.
+        """
         jobs = [job for job in jobs if job[:2] not in self._made]
+        store = ProgramStore.open()
+        names = [store.name(*job) if store else "" for job in jobs]
         bar = Progress(console=Console(stderr=True), disable=not progress, transient=True)
-        with _everything_is_cached(), bar, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        threads = concurrent.futures.ThreadPoolExecutor(default_workers() if workers is None else workers)
+        with _everything_is_cached(), bar, threads as pool:
             task = bar.add_task("Compiling", total=len(jobs))
-            # Tracing holds Python's lock, so that it goes ahead of the compiler here.
-            waiting = {pool.submit(fn.lower(*args).compile): (fn, key) for fn, key, args in jobs}
+            stored = pool.map(store.load, names) if store else [None] * len(jobs)
+            missing = []
+            for job, name, program in zip(jobs, names, stored, strict=True):
+                if program is None:
+                    missing.append((job, name))
+                else:
+                    self._made[job[:2]] = program
+                    bar.advance(task)
+            # Tracing holds Python's lock and follows this thread's contexts, so that it goes ahead here. Lowering
+            # compiles kernels, and goes to the threads with what follows; CuTe DSL kernels are there before.
+            waiting: dict[concurrent.futures.Future[Any], Any] = {}
+            behind = []
+            with _listed_kernels() as kernels:
+                for (fn, key, args), name in missing:
+                    before = len(kernels)
+                    traced = fn.trace(*args)
+                    if len(kernels) > before:
+                        behind.append(((fn, key, args), name, traced))
+                    else:
+                        waiting[pool.submit(_finish, traced, store, name)] = fn, key
+            failed = bool(kernels) and _make_kernels(kernels, workers)
+            for (fn, key, args), name, traced in behind:
+                if failed:  # other implementations are to serve, which is for today only
+                    waiting[pool.submit(_finish, fn.trace(*args), None, name)] = fn, key
+                else:
+                    waiting[pool.submit(_finish, traced, store, name)] = fn, key
             for done in concurrent.futures.as_completed(waiting):
                 self._made[waiting[done]] = done.result()
                 bar.advance(task)
+
+
+def _listed_kernels() -> contextlib.AbstractContextManager[list[Any]]:
+    """Inside it, tracing lists CuTe DSL kernels rather than compiling them, where there may be any."""
+    may_be = dispatch.current_target().platform in (None, "cuda")
+    return launch_cute.collecting() if may_be else contextlib.nullcontext([])
+
+
+def _make_kernels(kernels: Sequence[Any], workers: int | None) -> bool:
+    """Has processes compile what there is not yet; whether some of it failed."""
+    from jmla.kernels import cute_workers
+
+    return bool(cute_workers.warm(kernels, workers))
+
+
+def _finish(traced: Any, store: ProgramStore | None, name: str) -> Any:
+    program = traced.lower().compile()
+    if store is not None:
+        store.save(name, program)
+    return program
 
 
 def default_workers() -> int:

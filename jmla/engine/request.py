@@ -35,8 +35,7 @@ class Request:
         active: whether the last token, which its pages do not hold, is what the next step starts from.
         seat: something of its own for each time that it has a row: what was computed for another seat is void.
         made: token ids made; ``output`` gets them while the device goes on.
-        coming: tokens that the device makes and that are not among ``made``, of those that its row starts from: 0 or 1.
-        record: where the device keeps its states if it comes to a page's end, -1 for nowhere.
+        coming: tokens at most that the device makes and that are not among ``made``.
         counted: whether it has ended, been counted and left.
         unsaid: what ``output`` has not got yet: tokens with log-probabilities and likeliest ids.
         known_pages: pages of its tokens that the index knew when it was placed, with a resume point or without.
@@ -65,7 +64,6 @@ class Request:
     seat: object = None
     made: list[int] = dataclasses.field(default_factory=list)
     coming: int = 0
-    record: int = -1
     counted: bool = False
     unsaid: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     known_pages: int = 0
@@ -90,8 +88,18 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still make, beside those coming."""
+        """Tokens that it may still make for certain, beside those coming."""
         return (self.params.max_new_tokens or 0) - len(self.made) - self.coming
+
+    @property
+    def coming_decoded(self) -> int:
+        """Tokens at most that its pages hold in addition once all that are coming are made."""
+        return max(self.known + self.coming - 1 - self.length, 0)
+
+    def ahead(self, steps: int) -> int:
+        """Tokens at most that its pages hold in addition after a launch of ``steps`` behind all that are coming."""
+        most = len(self.prompt) + (self.params.max_new_tokens or 0) - 1 - self.length
+        return min(self.coming_decoded + steps, most)
 
     def let_branches_go(self) -> None:
         """Nobody waits for this request's pages any more."""

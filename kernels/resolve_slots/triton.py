@@ -62,18 +62,18 @@ def _resolve(
     window_table,
     positions,
     window_offset,
+    batch,
+    pages,
+    window_pages,
     slots,
     lengths,
     extra_slots,
     extra_lengths,
-    BATCH: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     WINDOW_PAGE_SIZE: tl.constexpr,
-    WINDOW_PAGES: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
 ):
     """Grid (rows, segments): the window, then the local ids; without ``extra_slots`` side by side in one row."""
@@ -82,7 +82,7 @@ def _resolve(
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     request = tl.load(rows + row)
-    real = (request >= 0) & (request < BATCH)
+    real = (request >= 0) & (request < batch)
     request = tl.where(real, request, 0).to(tl.int64)
     if WINDOW > 0:
         position = tl.load(positions + row)
@@ -90,8 +90,8 @@ def _resolve(
             bound = _segment(
                 None,
                 position,
-                window_table + request * WINDOW_PAGES,
-                tl.where(real, WINDOW_PAGES, 0),
+                window_table + request * window_pages,
+                tl.where(real, window_pages, 0),
                 tl.load(window_offset),
                 slots + row * STRIDE,
                 WINDOW,
@@ -104,8 +104,8 @@ def _resolve(
         bound = _segment(
             local + row * COLUMNS,
             None,
-            table + request * PAGES,
-            tl.where(real, PAGES, 0),
+            table + request * pages,
+            tl.where(real, pages, 0),
             tl.load(layer_offset),
             extra_slots + row * COLUMNS if SPLIT else slots + row * STRIDE + WINDOW,
             COLUMNS,
@@ -151,17 +151,17 @@ def _resolve_slots(
     out = launch(
         _resolve,
         *operands,
+        table.shape[0],  # these three are no constants: engines have many of them
+        table.shape[1],
+        0 if window_table is None else window_table.shape[1],
         out=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
         grid=(count, 2 if both else 1),
         num_warps=min(max(max(_block(columns), _block(window)) // (32 * THREAD_COLUMNS), 1), 16),
-        BATCH=table.shape[0],
         COLUMNS=columns,
         PAGE_SIZE=page_size,
-        PAGES=table.shape[1],
         BLOCK=_block(columns),
         WINDOW=window,
         WINDOW_PAGE_SIZE=window_page_size,
-        WINDOW_PAGES=0 if window_table is None else window_table.shape[1],
         WINDOW_BLOCK=_block(window),
         **absent,
     )
