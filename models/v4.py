@@ -181,7 +181,12 @@ class V4Layer(nnx.Module):
     # ---- the layer on a pass
 
     def __call__(
-        self, ctx: StepContext, x: jax.Array, store: Store, at: dict[str, jax.Array]
+        self,
+        ctx: StepContext,
+        x: jax.Array,
+        store: Store,
+        at: dict[str, jax.Array],
+        given: jax.Array | None = None,
     ) -> tuple[jax.Array, Store, jax.Array | None]:
         """Runs the layer over the rows of a pass.
 
@@ -190,6 +195,7 @@ class V4Layer(nnx.Module):
             x: ``[R, N, D]`` residual streams.
             store: pools and compressor states.
             at: this layer's ordinal among the layers of each stream.
+            given: ``[R, k]`` entries that a CSA layer attends in place of those that its indexer would choose.
 
         Returns:
             New streams, new store, and for a CSA layer the selected entries ``[R, k]`` (-1 filled), else None.
@@ -213,17 +219,7 @@ class V4Layer(nnx.Module):
             pools["index"], states["index"] = self.compress(
                 ctx, "index", parts["index_values"], parts["index_gates"], pools, states, at
             )
-            visible = ctx.visible(self.config.csa_ratio)
-            table_here = ctx.page_table(ctx.table, 1, at["csa"] * ctx.layer_pages("index", pools))
-            chosen = local = select(
-                ctx,
-                parts["index_q"],
-                parts["index_weights"],
-                pools["index"],
-                table_here,
-                visible,
-                self.config.index_topk,
-            )
+            chosen = local = self.choose(ctx, parts, pools["index"], at["csa"]) if given is None else given
         elif stream == "hca":
             entry = jnp.arange(max(ctx.capacity // self.config.hca_ratio, 1), dtype=jnp.int32)
             local = jnp.where(entry < ctx.visible(self.config.hca_ratio)[:, None], entry, -1)
@@ -236,6 +232,12 @@ class V4Layer(nnx.Module):
         kept = {"post": parts["post"], "mix": parts["mix"]}
         x, routed = ctx.rowwise(finish, x, out, kept, table, ctx.tokens)
         return self.feed_forward(ctx, x, routed, at.get("repeat")), {"pools": pools, "states": states}, chosen
+
+    def choose(self, ctx: StepContext, parts: dict[str, jax.Array], pool: jax.Array, ordinal: jax.Array) -> jax.Array:
+        """The entries ``[R, k]`` that the indexer of a CSA layer, the ``ordinal``-th one, chooses from its pool."""
+        table = ctx.page_table(ctx.table, 1, ordinal * ctx.layer_pages("index", {"index": pool}))
+        visible = ctx.visible(self.config.csa_ratio)
+        return select(ctx, parts["index_q"], parts["index_weights"], pool, table, visible, self.config.index_topk)
 
     def feed_forward(
         self, ctx: StepContext, x: jax.Array, routed: dict[str, jax.Array], repeat: jax.Array | int | None
