@@ -5,11 +5,12 @@ not change.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +37,29 @@ class Target:
 WhyNot = Callable[[Target, Mapping[str, Any]], str | None]
 
 
+class CannotRun(ValueError):
+    """A named implementation cannot run."""
+
+
+class Declined(RuntimeError):
+    """What was chosen cannot serve after all, as it found out when it was called; the next implementation may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A later implementation, and how it does against the earlier one where both can serve.
+
+    Attributes:
+        name: of the later one.
+        slower: gives the reason why the later one is to serve the shapes that the operation states, or None.
+        faster: gives the reason why the earlier one is, for the report, or None.
+    """
+
+    name: str
+    slower: Callable[[Mapping[str, Any]], str | None]
+    faster: Callable[[Mapping[str, Any]], str | None] = lambda _: None
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to run an operation.
@@ -46,6 +70,8 @@ class Implementation:
         platform: the only platform that it runs on, or None for every one.
         why_not: gives the reason why it cannot serve a target and shapes, or None when it can.
         named_only: whether it serves only where it is named.
+        rival: what it may give way to where it is not named.
+        broken: gives the reason why it cannot run in this process, or None; asked last, as it may import much.
     """
 
     name: str
@@ -53,9 +79,15 @@ class Implementation:
     platform: str | None = None
     why_not: WhyNot | None = None
     named_only: bool = False
+    rival: Rival | None = None
+    broken: Callable[[], str | None] | None = None
 
     def reason(self, target: Target, shapes: Mapping[str, Any]) -> str | None:
         """Why it cannot run, or None."""
+        return self.refusal(target, shapes) or (self.broken() if self.broken else None)
+
+    def refusal(self, target: Target, shapes: Mapping[str, Any]) -> str | None:
+        """Why it is not for a target and shapes, or None."""
         if self.name in disabled():
             return "disabled by JMLA_DISABLE"
         if self.platform is not None and target.platform not in (None, self.platform):
@@ -97,6 +129,7 @@ _registry: dict[str, dict[str, Implementation]] = {}
 _choices: dict[Choice, None] = {}  # in order of the first call
 # Part of jit's cache key, so that lowering for another target traces anew.
 _target = jax.make_user_context(None)
+_choosing = contextvars.ContextVar("choosing", default=False)
 
 
 def register(
@@ -107,14 +140,17 @@ def register(
     platform: str | None = None,
     why_not: WhyNot | None = None,
     named_only: bool = False,
+    rival: Rival | None = None,
+    broken: Callable[[], str | None] | None = None,
 ) -> None:
     """Adds an implementation of an operation, behind those that are there: register the best first.
 
-    One that is ``named_only`` serves those that ask for it, and is never chosen.
+    One that is ``named_only`` serves those that ask for it, and is never chosen. One with a ``rival`` leaves it those
+    shapes that the rival is to serve, if the rival can. See ``Implementation`` for the rest.
     """
     if name not in NAMES:
         raise ValueError(f"Expected {name=} to be one of: {', '.join(NAMES)}")
-    _registry.setdefault(op, {})[name] = Implementation(name, function, platform, why_not, named_only)
+    _registry.setdefault(op, {})[name] = Implementation(name, function, platform, why_not, named_only, rival, broken)
 
 
 def implementations(op: str) -> tuple[str, ...]:
@@ -231,7 +267,8 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
         static: passed by keyword.
 
     Raises:
-        ValueError: an unknown name, a named implementation that cannot run, or none that can.
+        CannotRun: a named implementation that cannot run.
+        ValueError: an unknown name, or no implementation that can run.
     """
     known = _registry[op]
     where = current_target(*arrays)
@@ -239,59 +276,126 @@ def call(op: str, implementation: str | None, shapes: Mapping[str, Any], *arrays
         if implementation not in known:
             raise ValueError(f"Expected {implementation=} of {op} to be one of: {', '.join(known)}")
         if reason := known[implementation].reason(where, shapes):
-            raise ValueError(
+            raise CannotRun(
                 f"Implementation {implementation} of {op} cannot run: {reason}; supported: {_able(op, where, shapes)}"
             )
         _note(op, shapes, implementation, ())
-        return known[implementation].function(*arrays, **static)
+        with _chosen_here(False):
+            return known[implementation].function(*arrays, **static)
+    with _chosen_here(True):
+        return _choose(op, where, shapes, arrays, static, {})
 
+
+def choosing() -> bool:
+    """Whether the operation under way was left to choose its implementation, which may then raise ``Declined``."""
+    return _choosing.get()
+
+
+@contextlib.contextmanager
+def _chosen_here(value: bool) -> Iterator[None]:
+    token = _choosing.set(value)
+    try:
+        yield
+    finally:
+        _choosing.reset(token)
+
+
+def _choose(
+    op: str,
+    where: Target,
+    shapes: Mapping[str, Any],
+    arrays: tuple[Any, ...],
+    static: Mapping[str, Any],
+    declined: Mapping[str, str],
+) -> Any:
+    """Runs an operation by the best implementation that can serve; ``declined``: names, and why they cannot."""
+    known = _registry[op]
     others: list[tuple[str, str]] = []
     serving: list[Implementation] = []
     for candidate in known.values():
         first = next((s for s in serving if s.platform in (None, where.platform, candidate.platform)), None)
         if candidate.named_only:
             others.append((candidate.name, candidate.reason(where, shapes) or "serves where it is named"))
+        elif candidate.name in declined:
+            others.append((candidate.name, declined[candidate.name]))
         elif first is not None:
-            others.append((candidate.name, f"{first.name} comes first"))
-        elif reason := candidate.reason(where, shapes):
+            measured = first.rival.faster(shapes) if first.rival and first.rival.name == candidate.name else None
+            others.append((candidate.name, f"{first.name} comes first" + (f": {measured}" if measured else "")))
+        elif reason := (
+            candidate.refusal(where, shapes)
+            or _gives_way(candidate, known, where, shapes, declined)
+            or candidate.reason(where, shapes)
+        ):
             others.append((candidate.name, reason))
         else:
             serving.append(candidate)
     if not serving:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in others)
         raise ValueError(f"No implementation of {op} can run here: {reasons}")
-    _note(op, shapes, " or ".join(s.name + (f" on {s.platform}" if s.platform else "") for s in serving), tuple(others))
+    names = " or ".join(s.name + (f" on {s.platform}" if s.platform else "") for s in serving)
+    choice = _note(op, shapes, names, tuple(others))
+
+    def bind(candidate: Implementation) -> Callable[..., Any]:
+        def run(*xs: Any) -> Any:
+            try:
+                return candidate.function(*xs, **static)
+            except Declined as error:
+                more = {**declined, candidate.name: str(error)}
+            _choices.pop(choice, None)
+            target = where if candidate.platform is None else Target(candidate.platform, where.compute_capability)
+            return _choose(op, target, shapes, xs, static, more)
+
+        return run
+
     if len(serving) == 1:
-        return serving[0].function(*arrays, **static)
-
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *xs: function(*xs, **static)
-
+        return bind(serving[0])(*arrays)
     branches: dict[str, Callable[..., Any]] = {}
     default = None
     for candidate in serving:
         if candidate.platform is None:
-            default = bind(candidate.function)
+            default = bind(candidate)
         else:
-            branches.setdefault(candidate.platform, bind(candidate.function))
+            branches.setdefault(candidate.platform, bind(candidate))
     return jax.lax.platform_dependent(*arrays, default=default, **branches)
+
+
+def _gives_way(
+    candidate: Implementation,
+    known: Mapping[str, Implementation],
+    where: Target,
+    shapes: Mapping[str, Any],
+    declined: Mapping[str, str],
+) -> str | None:
+    """Why a candidate leaves shapes to its rival, or None."""
+    rival = None if candidate.rival is None else known.get(candidate.rival.name)
+    if candidate.rival is None or rival is None or rival.name in declined or rival.reason(where, shapes):
+        return None
+    return candidate.rival.slower(shapes)
 
 
 def _able(op: str, where: Target, shapes: Mapping[str, Any]) -> str:
     return ", ".join(name for name, known in _registry[op].items() if known.reason(where, shapes) is None) or "none"
 
 
-def _note(op: str, shapes: Mapping[str, Any], serving: str, others: tuple[tuple[str, str], ...]) -> None:
+def note(choices: Iterable[Choice]) -> None:
+    """Adds choices that were made when programs were compiled which run here without being traced."""
+    for choice in choices:
+        if len(_choices) < MOST_CHOICES:
+            _choices.setdefault(choice)
+
+
+def _note(op: str, shapes: Mapping[str, Any], serving: str, others: tuple[tuple[str, str], ...]) -> Choice:
     described = ", ".join(f"{key}={value}" for key, value in shapes.items() if not key.startswith("_"))
     choice = Choice(op, str(shapes.get("layout", "")), serving, others, described)
     if choice in _choices or len(_choices) > MOST_CHOICES:
-        return
+        return choice
     _choices[choice] = None
     if len(_choices) > MOST_CHOICES:  # one row too many says that the list is full; it is not shown
         logger.info("%d choices of implementations were made; no further choices are kept or logged", MOST_CHOICES)
-        return
+        return choice
     reasons = "".join(f"; not {name}: {reason}" for name, reason in others)
     logger.info("%s [%s] is served by %s%s", op, choice.shapes, serving, reasons)
+    return choice
 
 
 def report() -> Report:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import json
 import os
 import sys
@@ -73,34 +74,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" not in metafunc.fixturenames or chosen:
         return
     params: list[Any] = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
-    if "pallas" in dispatch.implementations(metafunc.module.__name__.rpartition("test_kernels_")[2]):
+    op = metafunc.module.__name__.rpartition("test_kernels_")[2]
+    if "cute" in dispatch.implementations(op):
+        params.append(pytest.param("cute", marks=pytest.mark.gpu))
+    if op == "kv_pack" and importlib.util.find_spec("cutlass") is not None:
+        params.append(pytest.param("cute", id="cute-lanes"))
+    if "pallas" in dispatch.implementations(op):
         params += ["pallas", pytest.param("pallas", marks=pytest.mark.gpu, id="pallas-gpu")]
     metafunc.parametrize("implementation", params, indirect=True)
 
 
-# Tests of many sizes, each of which is compiled; others show the same of kernels in Pallas's interpreter.
-MANY_PROGRAMS = (
-    "test_f2_cuts_are_bitwise_equal_at_ratio_128",
-    "test_f6_ragged_rows_and_padding_are_inert",
-    "test_rejected_drafts_are_overwritten",
-)
+# Tests of many sizes, each of which is compiled or run on its own; others show the same of emulated kernels.
+MANY_PROGRAMS = {
+    ("tests/test_kernels_compress.py::test_f2_cuts_are_bitwise_equal_at_ratio_128", "pallas"),
+    ("tests/test_kernels_compress.py::test_f6_ragged_rows_and_padding_are_inert", "pallas"),
+    ("tests/test_kernels_compress.py::test_rejected_drafts_are_overwritten", "pallas"),
+    ("tests/test_kernels_kv_pack.py::test_a_row_has_the_same_bytes_whatever_rows_stand_beside_it", "cute"),
+}
 
 
-def _interpreted(item: pytest.Item) -> bool:
-    """Whether a test runs a Pallas kernel without a GPU."""
+def _emulated(item: pytest.Item) -> str | None:
+    """The implementation whose kernel a test runs without a GPU, as a program or in Python: "pallas" or "cute"."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return params.get("implementation") == "pallas" and item.get_closest_marker("gpu") is None
+    named = params.get("implementation")
+    return named if named in ("pallas", "cute") and item.get_closest_marker("gpu") is None else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases that a test has for Pallas on the CPU, where they compile slowly, the first one is usual."""
-    seen = {f"tests/test_kernels_compress.py::{test}" for test in MANY_PROGRAMS}
-    for item in filter(_interpreted, items):
-        test = item.nodeid.partition("[")[0]
-        if test in seen:
-            item.add_marker(pytest.mark.slow)
-        seen.add(test)
+    """Of the cases that a test has for an emulated kernel, which takes long, the first one is usual."""
+    seen = set(MANY_PROGRAMS)
+    for item in items:
+        if named := _emulated(item):
+            test = (item.nodeid.partition("[")[0], named)
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(test)
 
 
 @pytest.fixture
@@ -108,14 +117,29 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """The name of each implementation that suites of operations run over.
 
     Kernels run on a GPU with ``-m gpu``. Without one Triton's run in Triton's interpreter, with ``-m gpu`` too and
-    TRITON_INTERPRET=1, and Pallas's as XLA programs.
+    TRITON_INTERPRET=1, Pallas's as XLA programs, and the packer's CuTe kernel on NumPy arrays of threads. On the GPU a
+    CuTe kernel that cannot be compiled is an error.
     """
     device = any(device.platform == "gpu" for device in jax.devices())
-    if _interpreted(request.node):
+    if _emulated(request.node) == "pallas":
         monkeypatch.setattr(launch_pallas, "interpreting", True)
         monkeypatch.setenv("JMLA_DISABLE", "triton,cute")  # for what the tests need beside the kernel
         with kernels.target(compute_capability=120):
             yield request.param
+    elif _emulated(request.node) == "cute":
+        cute = pytest.importorskip("jmla.kernels.kv_pack.cute", reason="nvidia-cutlass-dsl is not installed")
+        from tests import cute_lanes
+
+        monkeypatch.setattr(cute, "call", cute_lanes.call)
+        anywhere = dispatch.Implementation("cute", cute.kv_pack)
+        monkeypatch.setitem(dispatch._registry["kv_pack"], "cute", anywhere)
+        yield request.param
+    elif request.param == "cute" and device:
+        from jmla.kernels import cute_cache
+
+        former = cute_cache.configure(strict=True)
+        yield request.param
+        cute_cache.configure(**vars(former))
     elif request.param == "xla" or device:
         yield request.param
     elif request.param == "triton" and os.environ.get("TRITON_INTERPRET") == "1":

@@ -497,15 +497,60 @@ def test_rotated_index_rows_are_bitwise_those_of_xla(implementation: str) -> Non
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("cute", marks=pytest.mark.gpu), pytest.param("cute", id="cute-lanes")],
+    indirect=True,
+)
+@pytest.mark.parametrize("count", [7, 32, 33])
+@pytest.mark.parametrize("case", PREPARED)
+def test_two_rows_of_a_group_of_threads(
+    case: str, count: int, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large calls have them: the bytes are those of one row."""
+    cute = pytest.importorskip("jmla.kernels.kv_pack.cute", reason="nvidia-cutlass-dsl is not installed")
+    layout, normed, turned = PREPARED[case]
+    given = prepared(layout, normed, turned, count, ml_dtypes.bfloat16)
+    rows = given.pop("rows").at[5].set(jnp.nan).at[3].set(0)
+    pages = -(-count // layout.page_size) + 1
+    slots = np.random.default_rng(20).permutation(pages * layout.page_size)[:count].astype(np.int32)
+    slots[1:3] = -1, pages * layout.page_size
+    packed = []
+    for many in (1 << 20, 1):
+        monkeypatch.setattr(cute, "MANY_ROWS", many)
+        packed.append(
+            cute.kv_pack(rows, slots, layout.zeros(pages, raw=True), *_operands(given), layout=layout, eps=1e-3)
+        )
+    np.testing.assert_array_equal(np.asarray(packed[0]), np.asarray(packed[1]))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["cute"], indirect=True)
+@pytest.mark.parametrize("case", ["v3.2", "glm", "v4-window", "v4-csa-unpadded", "v4-index", "plain-576"])
+def test_the_kernels_write_the_same_bytes(case: str, implementation: str) -> None:
+    layout, normed, turned = PREPARED[case]
+    for count in (5, 5000):
+        given = prepared(layout, normed, turned, count, ml_dtypes.bfloat16)
+        rows = given.pop("rows")
+        pages = -(-count // layout.page_size)
+        slots = np.random.default_rng(21).permutation(pages * layout.page_size)[:count].astype(np.int32)
+        packed = [
+            np.asarray(pack(rows, slots, layout.zeros(pages), layout=layout, implementation=name, **given))
+            for name in (implementation, "triton")
+        ]
+        np.testing.assert_array_equal(packed[0], packed[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "cute"])
 @pytest.mark.parametrize("case", ["v3.2", "glm", "v4-window", "v4-index", "plain-576"])
-def test_twenty_repeats_give_the_same_bytes(case: str) -> None:
+def test_twenty_repeats_give_the_same_bytes(case: str, implementation: str) -> None:
     on_device()
     layout, normed, turned = PREPARED[case]
     given = prepared(layout, normed, turned, 4096, ml_dtypes.bfloat16)
     rows = given.pop("rows")
     slots = jnp.asarray(np.random.default_rng(18).permutation(64 * layout.page_size)[:4096], jnp.int32)
-    call = {"layout": layout, "implementation": "triton", **given}
+    call = {"layout": layout, "implementation": implementation, **given}
     first = np.asarray(pack(rows, slots, layout.zeros(64, raw=True), **call))
     for _ in range(20):
         np.testing.assert_array_equal(pack(rows, slots, layout.zeros(64, raw=True), **call), first)
@@ -549,10 +594,15 @@ def test_rows_that_the_kernel_cannot_cut() -> None:
     def reason(layout: KVLayout, turned: int = 0) -> str | None:
         return plan.refuses({"_layout": layout, "_turned": turned})
 
+    def reason_cute(layout: KVLayout, turned: int = 0) -> str | None:
+        return plan.refuses_cute({"_layout": layout, "_turned": turned})
+
     for case in PREPARED.values():
-        assert reason(case[0], case[2]) is None
+        assert reason(case[0], case[2]) is reason_cute(case[0], case[2]) is None
     for layout in BYTES:
-        assert reason(layout) is None
+        assert reason(layout) is reason_cute(layout) is None
+    assert "tiles" in str(reason_cute(dataclasses.replace(layouts.inline656(4, nope=192), tile=96)))
+    assert "bytes" in str(reason_cute(layouts.inline656(4, nope=30)))
     assert "bytes" in str(reason(layouts.inline656(4, nope=30)))  # scales at byte 30
     assert "stride" in str(reason(dataclasses.replace(layouts.plain(8, "float32", 4), page_stride=130)))
     assert "even" in str(reason(layouts.footer584(4, nope=25)))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch, launch, launch_pallas
+from .. import dispatch, launch, launch_cute, launch_pallas
 from ..checks import (
     check_dtype,
     check_float,
@@ -21,6 +21,13 @@ from ..layouts import KVLayout, gather_rows, unrotate
 from ..quant import ScaleForm
 from . import plan, xla
 
+launch_cute.register(
+    "kv_pack",
+    f"{__package__}.cute",
+    plan.refuses_cute,
+    capabilities=launch_cute.FROM_HOPPER,
+    rival=dispatch.Rival("triton", lambda _: "was not measured to be faster than triton"),
+)
 launch.register("kv_pack", f"{__package__}.triton", plan.refuses)
 launch_pallas.register("kv_pack", f"{__package__}.pallas", plan.refuses_pallas)
 dispatch.register("kv_pack", "xla", xla.kv_pack)
@@ -61,7 +68,7 @@ def kv_pack(
         cos_sin: ``[R, n]`` float32, n/2 cosines then n/2 sines.
         scale_form: overrides ``layout.scale_form`` (``min_amax`` stays that of the layout).
         kv_scale: float32 scalar, the scale of plain e4m3 rows.
-        implementation: "triton", "pallas", "xla", or None for the best.
+        implementation: "triton", "cute", "pallas", "xla", or None for the best.
 
     Returns:
         The pool with the rows in it.

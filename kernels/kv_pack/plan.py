@@ -12,6 +12,7 @@ from .. import launch_pallas
 from ..layouts import MAX_SLOTS, KVLayout
 
 LEAST_ROPE = 8  # values of a row's last part, for Pallas: with 2, XLA's compiler of jaxlib 0.11.2 crashes
+CHUNK = 8  # neighbouring values that a thread of the CuTe kernel takes at a time, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,11 @@ def _power(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
+def chunk(count: int, most: int) -> int:
+    """The largest power of two that divides ``count``, at most ``most``."""
+    return math.gcd(count, most)
+
+
 def refuses(shapes: Mapping[str, Any]) -> str | None:
     """Why the kernel cannot serve, or None; see ``launch.register``."""
     layout, turned = shapes["_layout"], shapes["_turned"]
@@ -145,4 +151,13 @@ def refuses_pallas(shapes: Mapping[str, Any]) -> str | None:
         return f"pools of bytes must have at most 2 GiB or more than 4, got {pool.size / 2**30:.2f}"
     if 0 < rope < LEAST_ROPE and not launch_pallas.interpreting:
         return f"parts of fewer than {LEAST_ROPE} values end XLA's compiler, got {rope=}"
+    return refuses(shapes)
+
+
+def refuses_cute(shapes: Mapping[str, Any]) -> str | None:
+    """Why the CuTe kernel cannot serve, or None."""
+    layout = shapes["_layout"]
+    tile = layout.tile // chunk(math.gcd(layout.nope, layout.tile), CHUNK)
+    if layout.num_tiles > 1 and tile & (tile - 1):
+        return f"several tiles must be of a power of two values, got {layout.tile} of {layout.nope}"
     return refuses(shapes)
