@@ -6,6 +6,7 @@ import pytest
 
 from jmla.bench import kernels, timing
 from jmla.bench.case import Case, Work
+from jmla.kernels.dispatch import CannotRun
 
 
 def test_cases_have_names_of_their_own():
@@ -41,6 +42,25 @@ def test_one_failing_implementation_does_not_lose_the_others():
     assert row["errors"] == {"triton": "ZeroDivisionError: no such kernel"}
     assert row["us"]["xla"] > 0
     assert "ZeroDivisionError" in kernels.line(row, None)
+
+
+def test_a_kernel_that_is_not_for_these_rows_is_no_failure():
+    def build():
+        import jax.numpy as jnp
+
+        def run(name):
+            if name != "xla":
+                raise CannotRun(f"{name} cannot run: has no epilogue")
+            return lambda x: x + 1
+
+        return Work(run, [(jnp.ones(4),)])
+
+    row = kernels.times(Case("op", "case", build, implementations=("cute", "xla")), None)
+    assert row["refused"] == {"cute": "CannotRun: cute cannot run: has no epilogue"}
+    assert "errors" not in row
+    assert kernels.line(row, None).endswith("| cute - |")
+    row = kernels.times(Case("op", "case", build, implementations=("triton", "xla")), None)
+    assert row["errors"] == {"triton": "CannotRun: triton cannot run: has no epilogue"}
 
 
 def test_a_process_that_times_is_alone(tmp_path, monkeypatch):

@@ -304,7 +304,7 @@ def test_a_step_of_40_layers_holds_one_pool_and_its_time_does_not_depend_on_it()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     got = json.loads(done.stdout.splitlines()[-1])
-    assert all(got["served"][op] == ["triton on cuda"] for op in OPS), got
+    assert all(set(got["served"][op]) <= {"triton on cuda", "cute on cuda"} for op in OPS), got
     assert got["bytes"][0] > 7.9 * 2**30, got
     assert got["peak"] < 8.5 * 2**30, got
     assert got["device_ms"][1] == pytest.approx(got["device_ms"][0], rel=0.05), got
@@ -313,7 +313,7 @@ def test_a_step_of_40_layers_holds_one_pool_and_its_time_does_not_depend_on_it()
 # ---- the operator's switch
 
 
-def test_a_switched_off_triton_leaves_a_whole_model_to_xla(monkeypatch):
+def test_switched_off_kernels_leave_a_whole_model_to_xla(monkeypatch):
     """The same logits with kernels and without; the report says which, and no kernel is called that is switched off."""
     ids = np.random.default_rng(0).integers(6, 1024, (2, 16)).astype(np.int32)
 
@@ -325,7 +325,7 @@ def test_a_switched_off_triton_leaves_a_whole_model_to_xla(monkeypatch):
     with on_gpu():
         by_kernels = logits()
     check_kernels_served((*OPS, *V4_OPS))
-    monkeypatch.setenv("JMLA_DISABLE", "triton")
+    monkeypatch.setenv("JMLA_DISABLE", "triton,cute")
     jax.clear_caches()
     dispatch._choices.clear()
     for op in (*OPS, *V4_OPS):

@@ -1,9 +1,11 @@
 """The choice of implementations, its report, and value checks that cost nothing when off."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ import pytest
 import jmla
 from jmla import kernels
 from jmla.kernels import checks, dispatch, launch, layouts
+from jmla.kernels.shapes import ATTENTION
+from jmla.kernels.sparse_mla import choice as cute_choice
 from jmla.models import make_model
 from jmla.models.random import init_random
 from tests.kernel_calls import forbid
@@ -232,6 +236,123 @@ def test_triton_is_left_out_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch)
     assert launch.unavailable(dispatch.Target("cuda", 120)) == "jax-triton cannot be imported"
 
 
+# ---- implementations that give way, and those that cannot serve after all
+
+
+def race(function: Any = lambda x, add: x + 10 * add, rival: str = "triton") -> None:
+    """Registers an operation whose first implementation is faster from 64 rows on."""
+
+    def slower(shapes: dict) -> str | None:
+        return None if shapes["rows"] >= 64 else "3 us against 2"
+
+    known = dispatch.Rival(rival, slower, lambda shapes: "4 us against 5")
+    dispatch.register("race", "cute", function, platform="cuda", rival=known)
+    dispatch.register("race", "triton", lambda x, add: x + 100 * add, platform="cuda")
+    dispatch.register("race", "xla", lambda x, add: x + add)
+
+
+def run_race(rows: int, implementation: str | None = None) -> float:
+    return dispatch.call("race", implementation, {"rows": rows}, jnp.zeros(()), add=1).item()
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_implementation_gives_way_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    race()
+    with kernels.target(compute_capability=90):
+        assert run_race(64) == 10
+        first = "cute comes first"
+        assert dispatch.report()[-1].others == (("triton", f"{first}: 4 us against 5"), ("xla", first))
+        assert run_race(1) == 100
+        assert dispatch.report()[-1].others == (("cute", "3 us against 2"), ("xla", "triton comes first"))
+        assert run_race(1, "cute") == 10  # named, it serves
+        monkeypatch.setenv("JMLA_DISABLE", "triton")
+        assert run_race(1) == 10  # to nobody, if the other cannot serve
+        monkeypatch.setenv("JMLA_DISABLE", "cute")
+        assert run_race(1) == 100
+        assert ("cute", "disabled by JMLA_DISABLE") in dispatch.report()[-1].others
+    monkeypatch.delenv("JMLA_DISABLE")
+    with kernels.target(platform="cpu"):
+        assert run_race(1) == 1
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_rival_that_is_not_there_takes_nothing() -> None:
+    race(rival="pallas")
+    with kernels.target(compute_capability=90):
+        assert run_race(1) == 10
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["target", "no target"])
+@pytest.mark.usefixtures("toy")
+def test_the_next_one_serves_where_the_chosen_one_declines(known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    chosen = []
+
+    def declines(x: jax.Array, add: int) -> jax.Array:
+        chosen.append(dispatch.choosing())
+        raise dispatch.Declined("no such kernel")
+
+    race(declines)
+    assert not dispatch.choosing()
+    where = kernels.target(compute_capability=90) if known else contextlib.nullcontext()
+
+    def step() -> jax.Array:
+        return dispatch.call("race", None, {"rows": 64}, jnp.zeros(()), add=1)
+
+    with where, caplog.at_level(logging.INFO, "jmla.kernels"):
+        traced = jax.jit(step).trace()
+        assert "1.000000e+02" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        (choice,) = dispatch.report()  # of what serves
+        assert choice.implementation == "triton on cuda"
+        assert ("cute", "no such kernel") in choice.others
+        if known:
+            with pytest.raises(dispatch.Declined):
+                run_race(64, "cute")
+        else:
+            assert "1.000000e+02" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert chosen == [True, False][: len(chosen)]
+    assert "served by triton" in caplog.text
+
+
+def attention(name: str, rows: int, **changes: Any) -> dict[str, Any]:
+    """What the attention states of a call."""
+    shape = dataclasses.replace(ATTENTION[name], **changes)
+    columns = (shape.columns, shape.extra_columns)
+    stated = {"R": rows, "H": shape.heads, "q": "bfloat16", "epilogue": False, "_deterministic": False}
+    return stated | {"_layouts": (shape.layout,), "_columns": columns}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (attention("v4-flash-csa", 32), None),
+        (attention("v4-flash-csa", 64), None),
+        (attention("v4-flash-csa", 512), None),
+        (attention("v4-flash-hca", 64, extra_columns=256), None),
+        (attention("v4-flash-csa", 1), "10.4 us against 10.4 of triton on v4-flash-csa, batch 1"),
+        (attention("v4-flash-csa", 9), "15.9 us against 12.5 of triton on v4-flash-csa, batch 8"),
+        (attention("v4-flash-hca", 64), "was not measured"),
+        (attention("v4-pro-csa", 64), "was not measured"),
+        (attention("v4-flash-csa", 4096), "was not measured"),
+        (attention("v4-flash-csa", 64, heads=16), "was not measured"),
+        (attention("v4-flash-window", 8), "was not measured"),
+        (attention("v3.2", 64), "was not measured"),
+        (attention("v4-flash-csa", 0), "was not measured"),
+        (attention("v4-flash-csa", 64) | {"epilogue": True}, "was not measured"),
+        (attention("v4-flash-csa", 64) | {"q": "float8_e4m3fn"}, "was not measured"),
+    ],
+)
+def test_where_the_attention_is_left_to_triton(shapes: dict[str, Any], reason: str | None) -> None:
+    said = cute_choice.slower(shapes)
+    assert said is None if reason is None else str(said).startswith(reason)
+    assert reason is not None or "us against" in str(cute_choice.faster(shapes))
+    assert "deterministic" in str(cute_choice.slower(shapes | {"_deterministic": True}))
+
+
+def test_measurements_decide_what_was_measured() -> None:
+    for found in cute_choice.MEASURED:
+        assert cute_choice.nearest(attention(found.case, found.rows)) == found
+
+
 # ---- the target of a step
 
 
@@ -371,7 +492,7 @@ def test_a_switched_off_triton_leaves_every_operation_to_xla(monkeypatch: pytest
         for op, call in calls.items():
             with pytest.raises(AssertionError, match=f"triton was called for {op}"):
                 call()
-        monkeypatch.setenv("JMLA_DISABLE", "triton")
+        monkeypatch.setenv("JMLA_DISABLE", "triton,cute")
         dispatch._choices.clear()
         for op, call in calls.items():
             jax.tree.map(np.testing.assert_array_equal, call(), expected[op])

@@ -39,10 +39,19 @@ def arguments(shape: AttentionShape, rows: int, heads: int) -> list[Any]:
     return arrays
 
 
-def attend(shape: AttentionShape, heads: int, q: Any, pool: Any, slots: Any, lengths: Any, *extra: Any) -> Any:
+def attend(
+    shape: AttentionShape,
+    heads: int,
+    q: Any,
+    pool: Any,
+    slots: Any,
+    lengths: Any,
+    *extra: Any,
+    implementation: str = "triton",
+) -> Any:
     given = (extra[0], shape.extra_layout, *extra[1:]) if extra else None
     sinks = jnp.zeros(heads) if shape.sinks else None
-    options = {"layout": shape.layout, "scale": shape.scale, "sinks": sinks, "implementation": "triton"}
+    options = {"layout": shape.layout, "scale": shape.scale, "sinks": sinks, "implementation": implementation}
     options["v_dim"] = shape.v_dim
     return sparse_mla(q, pool, slots, lengths, extra=given, **options)
 

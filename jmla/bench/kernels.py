@@ -14,7 +14,9 @@ from typing import Any
 
 from jmla.bench import timing
 from jmla.bench.case import Case, Work
+from jmla.kernels.dispatch import CannotRun
 
+PARTIAL = ("cute",)  # which leaves some rows, and some GPUs, to the others
 OPS = ("sparse_mla", "kv_pack", "index_scores", "top_k", "resolve_slots", "sinkhorn", "compress")
 # Seen on an H200: dense bf16 product, twice that in e4m3, and device copy (read and write).
 CEILINGS = {"H200": {"bf16_tflops": 790.0, "fp8_tflops": 1580.0, "copy_tbps": 4.3}}
@@ -52,7 +54,7 @@ def hardware() -> dict[str, Any]:
 
     device = jax.devices()[0]
     versions = {}
-    for name in ("jax", "jaxlib", "triton", "jax-triton", "jmla"):
+    for name in ("jax", "jaxlib", "triton", "jax-triton", "nvidia-cutlass-dsl", "jmla"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -81,7 +83,8 @@ def times(case: Case, implementations: tuple[str, ...] | None) -> dict[str, Any]
                 jax.block_until_ready((work.sets, work.shared, work.state))
             found["us"][name] = round(measure(case, work, name), 2)
         except Exception as error:  # one failing case must not lose the others' times
-            found.setdefault("errors", {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            kind = "refused" if name in PARTIAL and isinstance(error, CannotRun) else "errors"
+            found.setdefault(kind, {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
     return found
 
 
@@ -142,7 +145,8 @@ def line(row: dict[str, Any], ceiling: dict[str, float] | None) -> str:
     best = min(own, key=own.__getitem__) if own else None
     us, xla = own[best] if best else None, row["us"].get("xla")
     cells = [row["op"], row["case"]]
-    cells.append(f"{us:.1f} ({best})" if us else "; ".join(row.get("errors", {}).values()) or "-")
+    said = {**row.get("errors", {}), **row.get("refused", {})}
+    cells.append(f"{us:.1f} ({best})" if us else "; ".join(said.values()) or "-")
     cells.append(f"{row['flops'] / us / 1e6:.0f}" if us and row["flops"] else "-")
     cells.append(f"{row['bytes'] / us / 1e3:.0f}" if us and row["bytes"] else "-")
     fraction = "-"
@@ -154,5 +158,6 @@ def line(row: dict[str, Any], ceiling: dict[str, float] | None) -> str:
     cells.append(f"{us / row['peer_us']:.2f} x {row['peer']} ({row['peer_us']})" if us and row["peer_us"] else "-")
     cells.append(f"{xla:.1f}" if xla else "-")
     cells.append(f"{us / xla:.3f}" if us and xla else "-")
-    cells.append(", ".join(f"{name} {own[name]:.1f}" for name in own if name != best) or "-")
+    others = [f"{name} {own[name]:.1f}" for name in own if name != best]
+    cells.append(", ".join([*others, *(f"{name} -" for name in row.get("refused", {}))]) or "-")
     return "| " + " | ".join(cells) + " |"

@@ -79,7 +79,7 @@ def cases() -> list[Case]:
             f"{name}, {count} rows" + (" scattered" if scattered and count == PREFILL else ""),
             functools.partial(_work, *ROWS[name], count, scattered),
             bytes=count * (2 * ROWS[name][0].width + ROWS[name][0].bytes_per_token),
-            implementations=("triton", "pallas", "xla") if name in COMPARED else ("triton", "pallas"),
+            implementations=("triton", "cute", "pallas", *(("xla",) if name in COMPARED else ())),
             calls=20 if count == PREFILL else 60,
         )
         for name, count, scattered in shapes

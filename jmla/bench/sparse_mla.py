@@ -106,7 +106,7 @@ def _case(shape: AttentionShape, rows: int, peer_us: float | None, keys: int | N
         * ((shape.columns + shape.extra_columns) * row_bytes + 2 * shape.heads * (shape.width + shape.v_dim)),
         peer="FlashMLA" if peer_us else None,
         peer_us=peer_us,
-        implementations=("triton", "portable", "xla") if every else ("triton",),
+        implementations=("cute", "triton", "portable", "xla") if every else ("cute", "triton"),
         calls=40 if keys is None else 4,
     )
 

@@ -6,14 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import dispatch, launch
+from .. import dispatch, launch, launch_cute
 from ..checks import check_dtype, check_kv_scale, check_pool, check_shape, check_values, checking, int32_array
 from ..layouts import KVLayout
-from . import xla
+from . import choice, cute_plan, xla
 from .epilogue import Epilogue, check_epilogue
 from .forms import refuses
 from .source import Source
 
+launch_cute.register(
+    "sparse_mla",
+    f"{__package__}.cute",
+    cute_plan.refuses,
+    rival=dispatch.Rival("triton", choice.slower, choice.faster),
+)
 launch.register("sparse_mla", f"{__package__}.triton", refuses)
 # On sm_90 "triton" is a kernel of its own where that fits. This is the one that serves elsewhere, to test and time it.
 launch.register_module(
@@ -65,6 +71,7 @@ def sparse_mla(
     ``scale_form`` is "power_of_two" in bfloat16, which is exact for such scales, and rounds dequantised keys under
     "float32" ones to bfloat16, as FlashMLA does. A NaN code under a finite scale, which no writer makes, it may read as
     480. "portable", which serves where it is named, is the kernel of the other GPUs there too, and rounds no key.
+    "cute" is another one for sm_90, chosen for shapes like those on which it was measured to be faster.
     Differentiable in ``q``, ``sinks`` and typed plain pools. ``jax.vmap`` works.
 
     Args:
@@ -82,10 +89,10 @@ def sparse_mla(
         v_dim: width of the values; default: ``layout.nope`` for inline rows, else D.
         epilogue: makes the output a ``Quantised`` of the rows in order, see ``Epilogue``.
         validate: check values too: indices that are neither -1 nor slots, lengths past K, NaN among the sinks.
-        deterministic: whether a row is always cut into shares of 512 columns ("triton"); else the number of shares
-            depends on the shapes, and their size on the row's lengths. Either way results repeat bitwise. "xla" has no
-            shares.
-        implementation: "triton", "portable" or "xla", or None for the best.
+        deterministic: whether a row is always cut into shares of 512 columns ("triton"), or of what its columns ask for
+            ("cute"); else the number of shares depends on the shapes, and their size on the row's lengths. Either way
+            results repeat bitwise. "xla" has no shares. Where none is named, "cute" does not serve deterministic rows.
+        implementation: "cute", "triton", "portable" or "xla", or None for the best.
 
     Returns:
         ``(out, lse)``: out ``[..., H, v_dim]`` of q's dtype (bfloat16 for e4m3), and natural lse ``[..., H]`` float32,
@@ -135,6 +142,8 @@ def sparse_mla(
         "epilogue": epilogue is not None,
         "v_dim": v_dim,
         "_layouts": tuple(source.layout for source in sources),
+        "_columns": tuple(source.indices.shape[1] for source in sources),
+        "_deterministic": bool(deterministic),
     }
     out, lse = dispatch.call(
         "sparse_mla",

@@ -1,0 +1,435 @@
+"""What the CuTe DSL kernel is compiled for, how it shares out the work, and what it leaves to others.
+
+Needs no CuTe DSL.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..layouts import MAX_SLOTS, KVLayout
+
+BLOCK = 64  # slots of a step
+HEADS = 64  # of a CTA
+SMS = 132
+SHARED_BYTES = 232448  # of a CTA, at most
+MOST_SPLITS = 10  # CTAs of a cluster that share a row; up to 16 can be asked for
+FIXED_BLOCKS = 8  # of a share whose size depends on no shape
+# Clusters of so many CTAs that an H200 surely holds at a time: some of its GPCs have fewer than 16 SMs.
+RESIDENT = {1: 132, 2: 64, 3: 40, 4: 28, 5: 24, 6: 18, 7: 14, 8: 14, 9: 7, 10: 7, 12: 7, 14: 7, 16: 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One pool and its index rows.
+
+    Attributes:
+        columns: of an index row.
+        capacity: slots of the pool.
+        page_size: rows of a page.
+        page_stride: bytes of a page.
+        footer: byte of a page where the scales start, or 0.
+        lengths: whether rows have lengths.
+    """
+
+    columns: int
+    capacity: int
+    page_size: int
+    page_stride: int
+    footer: int
+    lengths: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the rows of all pools are.
+
+    Attributes:
+        kind: "footer": 448 codes and 64 more values, UE8M0 scales elsewhere; "inline": 512 codes, 4 float32 scales, 64
+            more values; "plain": bf16 values.
+        width: values of a row, 512 or 576.
+        powers: whether scales are powers of two.
+    """
+
+    kind: str
+    width: int
+    powers: bool
+
+    @property
+    def codes(self) -> int:
+        """Chunks of 64 bytes that are codes; others hold bf16 values."""
+        return {"footer": 7, "inline": 8, "plain": 0}[self.kind]
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 bytes, without scales."""
+        return self.width // 32 if self.kind == "plain" else self.codes + 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with scales that stand in it."""
+        return 64 * self.chunks + (16 if self.kind == "inline" else 0)
+
+    @property
+    def scale_bytes(self) -> int:
+        return {"footer": 8, "inline": 16, "plain": 0}[self.kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What ``Epilogue`` says of a call.
+
+    Attributes:
+        groups: of heads.
+        block: values under one scale.
+        powers: whether scales are powers of two.
+        rope: values that are rotated back.
+    """
+
+    groups: int
+    block: int
+    powers: bool
+    rope: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Choices that change no result.
+
+    Attributes:
+        stages: halves of blocks in the ring of dequantised keys, 3 or 4.
+        units: in the ring of raw rows, see ``Profile.unit``.
+        registers: of the threads of the first and second consumer, and of the producers; None for what they need.
+        reader_fences: whether those who read keys fence, or those who write them.
+    """
+
+    stages: int = 4
+    units: int = 2
+    registers: tuple[int, int, int] | None = None
+    reader_fences: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """All that the kernel is compiled for.
+
+    Attributes:
+        rows: R.
+        heads: H.
+        data: the form of cached rows.
+        sources: one or two.
+        scale: of the logits.
+        sinks: whether there are sinks.
+        q_codes: whether queries are e4m3.
+        q_scale: whether logits have a factor for each row and head.
+        out_scale: whether the output has a factor.
+        ending: what follows, or None.
+        splits: CTAs of a cluster, which share the blocks of a row.
+        split_blocks: blocks of a share; 0 for an even share of what the row has.
+        groups: clusters that share the blocks of a row, whose results a second kernel merges.
+        value_parts: clusters that share the values of a row, 1, 2 or 4.
+        paired: whether CTAs of two blocks of heads of a row form a cluster, and gather half of each block for both.
+        teams: CTAs or pairs that take all tiles in turn, where there are no splits.
+        tuning: the rest.
+    """
+
+    rows: int
+    heads: int
+    data: Rows
+    sources: tuple[Form, ...]
+    scale: float
+    sinks: bool
+    q_codes: bool
+    q_scale: bool
+    out_scale: bool
+    ending: Ending | None
+    splits: int
+    split_blocks: int
+    groups: int
+    value_parts: int
+    paired: bool
+    teams: int
+    tuning: Tuning
+
+    @property
+    def head_blocks(self) -> int:
+        return -(-self.heads // HEADS)
+
+    @property
+    def pair(self) -> int:
+        """CTAs that gather together."""
+        return 2 if self.paired else 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.splits * self.pair
+
+    @property
+    def tiles(self) -> int:
+        """Rows, times blocks of heads or pairs of them, times groups, times parts of the values."""
+        return self.rows * (self.head_blocks // self.pair) * self.groups * self.value_parts
+
+    @property
+    def partial(self) -> bool:
+        """Whether a second kernel completes the output, from float32 values that have their own denominators."""
+        return self.groups > 1 or self.ending is not None
+
+    @property
+    def shares(self) -> int:
+        """CTAs that share the blocks of a row."""
+        return self.splits * self.groups
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        return self.tuning.registers or ((224, 176, 56) if self.value_parts == 1 else (184, 152, 88))
+
+    # Producers: 256 threads, of which four or, in a pair, eight own a row of a block.
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of 16 bytes that a thread has of a row."""
+        return 5 if self.paired else self.data.chunks
+
+    @property
+    def unit(self) -> int:
+        """Pieces of a unit of copies."""
+        return 1 if self.paired else 3 if self.data.kind == "footer" else 2
+
+    @property
+    def units(self) -> int:
+        """Units of a block."""
+        return self.chunks // self.unit
+
+    @property
+    def left(self) -> int:
+        """Pieces of the left half of a block."""
+        return 8 if self.data.kind == "plain" else 4 // self.pair
+
+    @property
+    def gathered(self) -> int:
+        """Rows of a block that a CTA gathers."""
+        return BLOCK // self.pair
+
+    @property
+    def ahead(self) -> int:
+        """Blocks from that whose first copies start to that whose slots are copied with them."""
+        return 1 if self.tuning.units <= self.units else 2
+
+    @property
+    def depth(self) -> int:
+        """Blocks whose slots and scales are kept."""
+        return 2 * self.ahead
+
+    # Outputs: a consumer accumulates half of a part of the values, and CTAs of a cluster merge pieces of 8 of them.
+
+    @property
+    def values(self) -> int:
+        return 256 // self.value_parts
+
+    @property
+    def pieces(self) -> int:
+        return self.values // 8
+
+    @property
+    def grain(self) -> int:
+        """Adjacent pieces that are merged by one CTA: four make wide stores."""
+        for grain in (4, 2):
+            if grain * -(-self.pieces // grain // self.splits) < 1.2 * -(-self.pieces // self.splits):
+                return grain
+        return 1
+
+    def owned(self, share: int) -> tuple[int, int]:
+        """The first piece, and how many, that the CTA of a share merges."""
+        groups = self.pieces // self.grain
+        first, last = (-(-r * groups // self.splits) * self.grain for r in (share, share + 1))
+        return first, last - first
+
+    @property
+    def part_bytes(self) -> int:
+        """Room for what a consumer sends to another CTA."""
+        return max(self.owned(share)[1] for share in range(self.splits)) * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Where everything is in shared memory: byte offsets.
+
+    Parts that others of the cluster send, and their statistics, lie over queries and what the producers need, which is
+    free once the last logits are there.
+    """
+
+    keys: int
+    rope: int
+    weights: int
+    queries: int
+    raw: int
+    scales: int
+    slots: int
+    bias: int
+    decays: int
+    full: int
+    empty: int
+    ready: int
+    merged: int
+    size: int
+
+    @classmethod
+    def of(cls, profile: Profile) -> "Memory":
+        tuning = profile.tuning
+        sizes = {
+            "keys": tuning.stages * 64 * 256 * 2,
+            "rope": 2 * 64 * 64 * 2 if profile.data.width > 512 else 0,
+            "weights": 64 * 64 * 2,
+            "queries": 64 * profile.data.width * 2,
+            "raw": tuning.units * profile.unit * 4096,
+            "scales": profile.depth * profile.gathered * profile.data.scale_bytes,
+            "slots": profile.depth * 64 * 4,
+            "bias": 4 * 64 * 4,
+            "decays": 64 * 4,
+            "full": tuning.stages * 8,
+            "empty": tuning.stages * 8,
+            "ready": 8,
+            "merged": 8,
+        }
+        starts, at = {}, 0
+        for name, size in sizes.items():
+            starts[name] = at
+            at += size
+        if at > SHARED_BYTES:
+            raise ValueError(f"Expected the plan to fit in {SHARED_BYTES} bytes of shared memory, got {at}: {tuning}")
+        if not 0 < 3 * tuning.units <= 5 * profile.units or tuning.stages not in (3, 4):
+            raise ValueError(f"Expected 3 or 4 stages, and at most {5 * profile.units // 3} units: {tuning}")
+        parts = profile.splits * (2 * profile.part_bytes + 1024)
+        if profile.splits > 1 and parts > starts["bias"] - starts["queries"]:
+            raise ValueError(f"Expected {profile.splits=} parts to fit over the queries, got {parts} bytes")
+        return cls(**starts, size=at)
+
+
+@functools.cache
+def schedule(rows: int, head_blocks: int, blocks: int) -> tuple[int, int, bool, int]:
+    """``(splits, value_parts, paired, groups)`` for rows and blocks of heads, each of so many blocks of slots.
+
+    Those that take the fewest clocks, by a model of what was measured.
+    """
+
+    def clocks(choice: tuple[int, int, bool, int]) -> float:
+        splits, parts, paired, groups = choice
+        clusters = rows * parts * groups * head_blocks // (2 if paired else 1)
+        waves = -(-clusters // RESIDENT[splits * (2 if paired else 1)])
+        merge = 1500 + 4096 / parts * (splits - 1) / splits if splits > 1 else 0
+        block = 6900 if paired else 4200  # measured: what pairs store into each other's memory costs more than it saves
+        again = 5000 + rows * head_blocks * groups * 160 if groups > 1 else 0
+        return waves * (4000 + block * -(-blocks // (splits * groups)) + merge + 2500 / parts) + again
+
+    choices = [
+        (splits, parts, paired, groups)
+        for paired in (False, True)
+        for groups in (1, *range(2, 25))
+        for parts in ((1, 2, 4) if groups == 1 else (1,))
+        for splits in range(1 if groups == 1 else 2, min(MOST_SPLITS, max(blocks, 1)) + 1)
+        if (splits < 10 or parts > 1)
+        and splits * groups <= max(blocks, 1)
+        and (not paired or (head_blocks % 2 == 0 and 2 * splits <= MOST_SPLITS))
+    ]
+    return min(choices, key=clocks)
+
+
+def profile(
+    layouts: Sequence[KVLayout],
+    pages: Sequence[int],
+    columns: Sequence[int],
+    lengths: Sequence[bool],
+    rows: int,
+    heads: int,
+    *,
+    scale: float,
+    sinks: bool,
+    q_codes: bool,
+    q_scale: bool,
+    out_scale: bool,
+    ending: Ending | None = None,
+    deterministic: bool | None,
+    tuning: Tuning | None = None,
+    shares: tuple[int, ...] | None = None,
+    paired: bool | None = None,
+) -> Profile:
+    """The profile of a call; ``shares`` sets splits, parts of the values and groups, to try others."""
+    sources = tuple(
+        Form(
+            columns=width,
+            capacity=min(count * layout.page_size, MAX_SLOTS),
+            page_size=layout.page_size,
+            page_stride=layout.page_stride,
+            footer=layout.footer_offset if layout.has_footer else 0,
+            lengths=bounded,
+        )
+        for layout, count, width, bounded in zip(layouts, pages, columns, lengths, strict=True)
+    )
+    blocks = sum(-(-source.columns // BLOCK) for source in sources)
+    head_blocks = -(-heads // HEADS)
+    split_blocks = 0
+    groups = 1
+    if shares is not None:
+        splits, parts, *more = shares
+        pair, groups = False, more[0] if more else 1
+    elif deterministic:  # depends on no number of rows, and padded index rows only add empty shares
+        split_blocks = max(FIXED_BLOCKS, -(-blocks // 8))
+        splits, parts, pair = max(1, -(-blocks // split_blocks)), 1, False
+    else:
+        splits, parts, pair, groups = schedule(rows, head_blocks, blocks)
+    if paired is not None:
+        pair = paired
+    powers = all(layout.scale_form == "power_of_two" for layout in layouts)
+    data = Rows(layouts[0].kind, layouts[0].width, powers)
+    pair = pair and head_blocks % 2 == 0 and data.kind != "plain"
+    tiles = rows * head_blocks * parts * groups // (2 if pair else 1)
+    most = RESIDENT[2] if pair else SMS
+    teams = math.ceil(tiles / math.ceil(tiles / most)) if splits == 1 and tiles else tiles
+    return Profile(
+        rows=rows,
+        heads=heads,
+        data=data,
+        sources=sources,
+        scale=scale,
+        sinks=sinks,
+        q_codes=q_codes,
+        q_scale=q_scale,
+        out_scale=out_scale,
+        ending=ending,
+        splits=splits,
+        split_blocks=split_blocks,
+        groups=groups,
+        value_parts=parts,
+        paired=pair,
+        teams=teams,
+        tuning=tuning or Tuning(4 if data.width == 512 else 3, _units(data, pair)),
+    )
+
+
+def _units(data: Rows, paired: bool) -> int:
+    if paired:
+        return 5 if data.kind == "footer" else 6
+    return 2 if data.kind == "footer" else 3
+
+
+def refuses(shapes: Mapping[str, Any]) -> str | None:
+    """Why the kernel cannot serve, or None; see ``launch.register``."""
+    layouts = shapes["_layouts"]
+    for layout in layouts:
+        form = (layout.kind, layout.nope, layout.rope, layout.tile)
+        plain = layout.kind == "plain" and layout.value_dtype == "bfloat16" and layout.width in (512, 576)
+        if not plain and form not in (("footer", 448, 64, 64), ("inline", 512, 64, 128)):
+            served = "footer rows of 448 + 64 values, inline rows of 512 + 64, and bfloat16 rows of 512 or 576"
+            return f"serves {served}; the layout is {layout.name} of {layout.nope} + {layout.rope}"
+        if (layout.kind, layout.width) != (layouts[0].kind, layouts[0].width):
+            return "two pools must hold rows of one form"
+        if layout.page_stride % 16:
+            return f"rows must lie at multiples of 16 bytes, the page stride is {layout.page_stride}"
+    if shapes["q"] not in ("bfloat16", "float8_e4m3fn"):
+        return f"serves bfloat16 and e4m3 queries, they are {shapes['q']}"
+    if shapes["v_dim"] != 512:
+        return f"serves 512 values, they are {shapes['v_dim']}"
+    return None
