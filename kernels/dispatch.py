@@ -126,6 +126,7 @@ class Report(tuple[Choice, ...]):
 
 
 _registry: dict[str, dict[str, Implementation]] = {}
+_listening: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("listening", default=None)
 _choices: dict[Choice, None] = {}  # in order of the first call
 # Part of jit's cache key, so that lowering for another target traces anew.
 _target = jax.make_user_context(None)
@@ -384,9 +385,22 @@ def note(choices: Iterable[Choice]) -> None:
             _choices.setdefault(choice)
 
 
+@contextlib.contextmanager
+def noting() -> Iterator[list[Choice]]:
+    """Inside it, all choices of this thread go into a list too, those that were made before as well."""
+    made: list[Choice] = []
+    token = _listening.set(made)
+    try:
+        yield made
+    finally:
+        _listening.reset(token)
+
+
 def _note(op: str, shapes: Mapping[str, Any], serving: str, others: tuple[tuple[str, str], ...]) -> Choice:
     described = ", ".join(f"{key}={value}" for key, value in shapes.items() if not key.startswith("_"))
     choice = Choice(op, str(shapes.get("layout", "")), serving, others, described)
+    if (listening := _listening.get()) is not None:
+        listening.append(choice)
     if choice in _choices or len(_choices) > MOST_CHOICES:
         return choice
     _choices[choice] = None

@@ -12,7 +12,7 @@ import jmla
 from jmla.engine import Engine, programs, stored
 from jmla.engine.programs import Programs
 from jmla.engine.stored import ProgramStore
-from jmla.kernels import target
+from jmla.kernels import dispatch, target
 from jmla.models import moe
 from tests.test_engine import model
 
@@ -63,7 +63,8 @@ def test_whatever_changes_a_program_is_another_one(store, traced, monkeypatch, c
     elif change == "option":
         context = jax.default_matmul_precision("float32")
     elif change == "source":
-        monkeypatch.setattr(stored, "_sources", lambda: "another release")
+        monkeypatch.setattr(stored, "SOURCES", "another release")
+        monkeypatch.setattr(stored, "_read_sources", lambda: "another release")
     elif change == "flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with context:
@@ -112,6 +113,29 @@ def test_it_is_beside_jax_cache(tmp_path):
             assert ProgramStore.open() is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_sources_that_changed_after_they_were_imported_are_not_stored_under_their_new_name(store, traced, monkeypatch):
+    monkeypatch.setattr(stored, "_read_sources", lambda: "another release")
+    for _ in range(2):
+        compile_double(jnp.arange(4.0))
+    assert len(traced) == 2
+    assert not store._directory.exists()
+
+
+def test_options_that_change_numbers_are_part_of_a_name():
+    assert {"jax_use_hlo_logistic_lowering", "jax_default_matmul_precision"} <= {name for name, _ in stored._options()}
+
+
+def test_a_program_comes_with_its_own_choices(store, monkeypatch):
+    made = dispatch.Choice("merge", "", "xla", (), "R=1")
+    with dispatch.noting() as choices:
+        jmla.kernels.merge(jnp.ones((2, 1, 1, 4)), jnp.zeros((2, 1, 1)))
+    assert [choice.op for choice in choices] == ["merge"]
+    store.save("one", double.trace(jnp.arange(4.0)).lower().compile(), [made])
+    monkeypatch.setattr(dispatch, "_choices", {})
+    assert store.load("one") is not None
+    assert tuple(dispatch.report()) == (made,)
 
 
 def test_what_is_known_by_address_is_not_stored(store, traced, caplog):

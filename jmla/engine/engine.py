@@ -1,8 +1,7 @@
 """The engine: admits requests to the rows of a cache, and decides for each step who computes what on which pages."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from jmla.batching import SMALLEST_CHUNK, bucket
 from jmla.completion import Completion, Output, Reason
 from jmla.decoding import BLOCK, Rows
 from jmla.engine import device
+from jmla.engine.hands import Hands, Launch
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
 from jmla.engine.programs import Job, Programs
@@ -227,8 +227,10 @@ class Engine:
         self._flights: list[Flight] = []  # of decoding: one between steps, two within
         self._latest: jax.Array | None = None  # of what the device was given last; None once all is done
         self._working_at = 0.0  # when it was given that, or seen to work
-        self._hands: concurrent.futures.ThreadPoolExecutor | None = None
-        self._handing: concurrent.futures.Future[None] | None = None  # a launch that another thread makes
+        self._hands: Hands | None = None
+        self._handing: tuple[Launch, Callable[[Any], None]] | None = (
+            None  # another thread's, and what takes its results
+        )
         self._unsaid: list[Request] = []
         self._programs = Programs()
         self._lock = threading.RLock()
@@ -329,6 +331,7 @@ class Engine:
             self._cancelled += handle._requests
             if not self._stepping:  # else called from a callback: the step's work is done first
                 self._end_cancelled()
+                self._come_to_rest()
 
     def _end_cancelled(self) -> None:
         before, self._stepping = self._stepping, True  # callbacks run here too
@@ -352,6 +355,7 @@ class Engine:
             try:
                 self._step()
                 self._end_cancelled()
+                self._come_to_rest()
             except BaseException:  # an interrupt, or no memory: the device may be ahead of what is known here
                 self._recover()
                 raise
@@ -362,9 +366,9 @@ class Engine:
 
     def _recover(self) -> None:
         """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
-        with contextlib.suppress(Exception):  # what it could not launch is forgotten too
-            self._join()
-        self._flights, self._latest = [], None
+        if self._handing is not None:
+            self._handing[0].take_back()
+        self._handing, self._flights, self._latest = None, [], None
         self._open_pools()  # where nobody holds a page, whatever was taken or given back when it was interrupted
         for request in [r for r in self._running if r is not None]:
             if not request.ended:
@@ -403,10 +407,13 @@ class Engine:
             self._settle(beginning)
         self._say_all()
         self._join()
-        if not any(self._running):
-            while flights:  # launches in which nobody had anything left to make
-                self._settle(flights.pop(0))
         self.stats.steps += bool(found or ahead or prompts)
+
+    def _come_to_rest(self) -> None:
+        """Settles launches in which nobody has anything left to make, once nobody runs."""
+        if not any(self._running):
+            while self._flights:
+                self._settle(self._flights.pop(0))
         if not self.busy:
             self._latest = None
 
@@ -476,6 +483,8 @@ class Engine:
         count = None if workers is None else check_integer("workers", workers, 1)
         bar = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
         with self._lock, dispatch.following(self._model.params, self._cache):
+            if self._stepping:
+                raise RuntimeError("Expected no warm-up within a step: a callback must not warm up the engine")
             self._load_host_state()
             self._programs.compile(list(self._jobs()), count, bar)
             on_cpu = all(d.platform == "cpu" for d in self._cache.lengths.devices())
@@ -488,38 +497,46 @@ class Engine:
         A GPU's Triton kernels are assembled at their first launch. The texts are nowhere: no row has pages, so that
         nothing is written; what the rows have become is put right where they are given to requests.
         """
+        try:
+            for pages in select.widths(self._table.shape[1] * self._cache.kernel_pages):
+                self._run_behind(min(pages * PAGE_TOKENS // self._cache.kernel_pages, self.max_seq_len) - 2 * BLOCK)
+            self._pretend(0)
+            self._rows = dataclasses.replace(self._rows, active=jnp.zeros(len(self._running), bool))
+            jax.block_until_ready(self._cache.lengths)
+        except BaseException:  # an interrupt, or no memory: rows may be anything, and arrays gone
+            self._recover()
+            self._cache, self._rows = self._empty(len(self._running))
+            raise
+        finally:
+            self._latest = None
+
+    def _run_behind(self, length: int) -> None:
+        """Runs each program on a token of every row behind texts of ``length`` tokens."""
         rows = len(self._running)
         records = np.full(rows, -1, np.int32)
-        parts = self._cache.kernel_pages
-        for pages in select.widths(self._table.shape[1] * parts):
-            length = min(pages * PAGE_TOKENS // parts, self.max_seq_len) - 2 * BLOCK
-            for function, key, _ in self._jobs():
-                if function is device.place:
-                    continue
-                self._pretend(max(length, 0))
-                if function is device.decode_rows:
-                    self._rows = dataclasses.replace(
-                        self._rows,
-                        active=jnp.ones(rows, bool),
-                        made=jnp.zeros(rows, jnp.int32),
-                        limit=jnp.full(rows, 2, jnp.int32),
-                    )
-                    args = self._decode_args(np.ones(rows, bool), 1, records, False)
-                else:
-                    size, width = key
-                    index, one = np.arange(size, dtype=np.int32), np.ones(size, np.int32)
-                    part = index, np.zeros((size, width), np.int32), one, one, np.zeros(size, bool)
-                    args = self._prefill_args(*part, records, False)
-                self._cache, self._rows, *_ = self._run(function, key, *args)
-        self._pretend(0)
-        self._rows = dataclasses.replace(self._rows, active=jnp.zeros(rows, bool))
-        jax.block_until_ready(self._cache.lengths)
-        self._latest = None
+        for function, key, _ in self._jobs():
+            if function is device.place:
+                continue
+            self._pretend(max(length, 0))
+            if function is device.decode_rows:
+                self._rows = dataclasses.replace(
+                    self._rows,
+                    active=jnp.ones(rows, bool),
+                    made=jnp.zeros(rows, jnp.int32),
+                    limit=jnp.full(rows, 2, jnp.int32),
+                )
+                args = self._decode_args(np.ones(rows, bool), 1, records, False)
+            else:
+                size, width = key
+                index, one = np.arange(size, dtype=np.int32), np.ones(size, np.int32)
+                part = index, np.zeros((size, width), np.int32), one, one, np.zeros(size, bool)
+                args = self._prefill_args(*part, records, False)
+            self._cache, self._rows, *_ = self._run(function, key, *args)
 
     def _pretend(self, length: int) -> None:
         """Says that every row holds ``length`` tokens."""
         lengths = jnp.full(len(self._running), length, jnp.int32)
-        drafted = lengths if self._drafts else jnp.zeros_like(lengths)
+        drafted = jnp.full_like(lengths, length if self._drafts else 0)  # an array of its own: both are given away
         self._cache = self._cache.replace(lengths=lengths, draft_lengths=drafted)
 
     @property
@@ -925,25 +942,28 @@ class Engine:
         for passenger in passengers:
             passenger.request.coming += passenger.most
 
-        def launch() -> None:
-            self._cache, self._rows, made, counted = self._launch(device.decode_rows, (), args)
+        def take(results: Any) -> None:
+            self._cache, self._rows, made, counted = results
             self._flights.append(Flight(passengers, made if tops else made[:2], counted, decoding=True))
 
         self._count_rest()
         if aside and self._programs.has(device.decode_rows, ()):
-            self._hands = self._hands or concurrent.futures.ThreadPoolExecutor(1, "jmla-launch")
-            self._handing = self._hands.submit(launch)
+            launch = Launch(functools.partial(self._programs.run, device.decode_rows, (), *args))
+            self._hands = self._hands or Hands()
+            self._handing = launch, take
+            self._hands.make(launch)
         else:
-            launch()
+            take(self._launch(device.decode_rows, (), args))
         return True
 
     def _join(self) -> None:
-        """Waits for the launch that another thread makes."""
+        """Waits for the launch that another thread makes, and takes its results."""
         if self._handing is not None:
-            try:
-                self._handing.result()
-            finally:
-                self._handing = None
+            launch, take = self._handing
+            results = launch.result()
+            self._handing = None
+            self._given(results)
+            take(results)
 
     # ---- what comes of it
 
@@ -1057,8 +1077,12 @@ class Engine:
         with dispatch.following(self._model.params, self._cache):
             results = self._programs.run(function, key, *args)
         if function is not device.place:
-            self._latest, self._working_at = results[-1], time.perf_counter()
+            self._given(results)
         return results
+
+    def _given(self, results: Any) -> None:
+        """Notes that the device was given work, by the results of it."""
+        self._latest, self._working_at = results[-1], time.perf_counter()
 
     def _jobs(self) -> Iterator[Job]:
         """Everything that can run, with arguments like those that it will have."""

@@ -64,17 +64,18 @@ class Programs:
             with _listed_kernels() as kernels:
                 for (fn, key, args), name in missing:
                     before = len(kernels)
-                    traced = fn.trace(*args)
+                    with dispatch.noting() as choices:
+                        traced = fn.trace(*args)
                     if len(kernels) > before:
-                        behind.append(((fn, key, args), name, traced))
+                        behind.append(((fn, key, args), name, traced, choices))
                     else:
-                        waiting[pool.submit(_finish, traced, store, name)] = fn, key
+                        waiting[pool.submit(_finish, traced, store, name, choices)] = fn, key
             failed = bool(kernels) and _make_kernels(kernels, workers)
-            for (fn, key, args), name, traced in behind:
+            for (fn, key, args), name, traced, choices in behind:
                 if failed:  # other implementations are to serve, which is for today only
-                    waiting[pool.submit(_finish, fn.trace(*args), None, name)] = fn, key
+                    waiting[pool.submit(_finish, fn.trace(*args), None, name, choices)] = fn, key
                 else:
-                    waiting[pool.submit(_finish, traced, store, name)] = fn, key
+                    waiting[pool.submit(_finish, traced, store, name, choices)] = fn, key
             for done in concurrent.futures.as_completed(waiting):
                 self._made[waiting[done]] = done.result()
                 bar.advance(task)
@@ -93,10 +94,10 @@ def _make_kernels(kernels: Sequence[Any], workers: int | None) -> bool:
     return bool(cute_workers.warm(kernels, workers))
 
 
-def _finish(traced: Any, store: ProgramStore | None, name: str) -> Any:
+def _finish(traced: Any, store: ProgramStore | None, name: str, choices: Sequence[dispatch.Choice]) -> Any:
     program = traced.lower().compile()
     if store is not None:
-        store.save(name, program)
+        store.save(name, program, choices)
     return program
 
 

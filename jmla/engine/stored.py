@@ -6,6 +6,7 @@ sources, the versions of the compilers, the device, JAX's options, and the funct
 What cannot be read is compiled again. Files are pickles, as in JAX: a directory that others can write is not for them.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -13,10 +14,11 @@ import importlib.metadata
 import logging
 import os
 import pickle
+import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +31,56 @@ logger = logging.getLogger("jmla.engine")
 
 FOLDER = "jmla-programs"
 PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "nvidia-cutlass-dsl", "tokamax", "ml-dtypes")
+PARTS = ("jax-cuda", "nvidia-")  # how the names of a GPU's plugins and libraries begin
 # Modules that compiled programs may need where they were imported, and what makes such programs loadable elsewhere.
 CALLED: dict[str, Callable[[], Any]] = {
     "jax_triton": functools.partial(importlib.import_module, "jax_triton"),
     "cutlass.jax": launch_cute.enable,
     "tokamax": functools.partial(importlib.import_module, "tokamax"),
 }
-ELSEWHERE = ("cache", "log", "dir", "mock", "timeout")  # parts of names of JAX's options that change no program
+ELSEWHERE = r"_cache|^jax_log_|_logging_|_dir$|_dump_|_mock_|_timeout_"  # JAX's options that change no program
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JMLA_DISABLE", "CUTE_DSL_", "TRITON_", "JAX_TRITON_")  # beginnings
 DIGEST = 32  # bytes in front of a file's content
 
 
-@functools.cache
-def _sources() -> str:
-    """A hash of the package's sources, and the versions of what compiles them."""
+def _read_sources() -> str:
+    """A hash of the package's sources as they are now."""
     found = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for folder in (root, root / "kernels", root / "models"):  # links, which rglob does not follow
         for path in sorted(folder.rglob("*.py")):
             found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    for name in PACKAGES:
-        try:
-            found.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found.hexdigest() + sys.version
+    return found.hexdigest()
+
+
+SOURCES = _read_sources()  # as they were imported, or will be: where they have changed since, nothing is stored
+
+
+@functools.cache
+def _versions() -> str:
+    """Of what compiles, and of the machine's processor."""
+    found = [sys.version, platform.machine()]
+    for package in importlib.metadata.distributions():
+        name = (package.name or "").lower()
+        if name in PACKAGES or name.startswith(PARTS):
+            found.append(f"{name} {package.version}")
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        found += [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    return "\n".join(sorted(found))
 
 
 def _options() -> list[tuple[str, str]]:
     """What may change a program beside its arguments."""
     config = [(name, str(getattr(jax.config, name, value))) for name, value in jax.config.values.items()]
-    config = [pair for pair in config if not any(part in pair[0] for part in ELSEWHERE)]
-    names = {"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JMLA_DISABLE"} | {n for n in os.environ if n.startswith("CUTE_DSL_")}
-    return sorted(config) + [(name, os.environ.get(name, "")) for name in sorted(names)]
+    config = [pair for pair in config if not re.search(ELSEWHERE, pair[0])]
+    return sorted(config) + sorted(pair for pair in os.environ.items() if pair[0].startswith(ENVIRONMENT))
 
 
 def _device(args: Any) -> str:
-    places = {str(x.sharding) for x in jax.tree.leaves(args) if isinstance(x, jax.Array)}
     devices = sorted({d for x in jax.tree.leaves(args) if isinstance(x, jax.Array) for d in x.devices()}, key=str)
     kinds = [(str(d), d.device_kind, getattr(d, "compute_capability", "")) for d in devices]
-    return f"{sorted(places)} {kinds} {[d.client.platform_version for d in devices[:1]]}"
+    return f"{kinds} {[d.client.platform_version for d in devices[:1]]}"
 
 
 class ProgramStore:
@@ -87,13 +100,17 @@ class ProgramStore:
     def name(self, function: Any, key: tuple[Any, ...], args: tuple[Any, ...]) -> str:
         """Names a program by all that it is made from; "" for one that another process would not find."""
         leaves, tree = jax.tree.flatten(args)
-        shapes = [(x.shape, str(x.dtype), bool(getattr(x, "weak_type", False))) for x in leaves]
+        shapes = [
+            (x.shape, str(x.dtype), bool(getattr(x, "weak_type", False)), str(getattr(x, "sharding", "")))
+            for x in leaves
+        ]
         target = dispatch.current_target()
         if re.search(r" at 0x[0-9a-f]+", str(tree)):
             logger.warning("%s is not stored: static parts of its arguments are known by address", function.__name__)
             return ""
-        parts = (_sources(), _options(), function.__module__, function.__qualname__, key, target, _device(args))
-        return hashlib.sha256(repr((*parts, str(tree), shapes)).encode()).hexdigest()
+        made_from = SOURCES, _versions(), _options(), target, _device(args)
+        parts = *made_from, function.__module__, function.__qualname__, key, str(tree), shapes
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def load(self, name: str) -> Any:
         """The program, or None if it is not there or cannot be used; the choices of kernels are noted as made."""
@@ -117,16 +134,27 @@ class ProgramStore:
         dispatch.note(choices)
         return loaded
 
-    def save(self, name: str, program: Any) -> None:
-        """Writes a program, whole or not at all; where it cannot, that is logged."""
-        if not name:
+    def save(self, name: str, program: Any, choices: Sequence[dispatch.Choice] = ()) -> None:
+        """Writes a program, whole or not at all; where it cannot, that is logged.
+
+        Args:
+            name: as ``name`` gives it.
+            program: compiled.
+            choices: of kernels, that were made when it was traced.
+        """
+        if not name or _read_sources() != SOURCES:
             return
         modules = [module for module in CALLED if module in sys.modules]
+        written = None
         try:
-            content = pickle.dumps((serialize_executable.serialize(program), modules, list(dispatch.report())))
+            content = pickle.dumps((serialize_executable.serialize(program), modules, list(choices)))
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+                written = file.name
                 file.write(hashlib.sha256(content).digest() + content)
-            os.replace(file.name, self._directory / name)
+            os.replace(written, self._directory / name)
         except Exception as error:  # a full or read-only disk, or no form to be written in
             logger.warning("A compiled program could not be stored in %s: %s", self._directory, error)
+            if written is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(written)
