@@ -50,6 +50,7 @@ def test_continues_python_that_tokenizes(model):
     assert shares["lenient"] >= 0.9
 
 
+@pytest.mark.slow
 def test_fp8_cache_hardly_moves_the_loss():
     """On Python code that it was not trained on (this project's own), as in the record."""
     text = (ROOT / "kernels" / "dispatch.py").read_text(encoding="utf-8")

@@ -96,7 +96,7 @@ def test_tokens_are_those_of_a_request_alone(family):
 CUTS = (127, 255, 256, 257, 300)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["v4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v32", "glm"))])
 def test_f10_a_prefix_hit_gives_the_bits_of_a_cold_start(family):
     """At cuts around pages and windows, another prompt used the row. No page is reused of which a part differs."""
     ask = SamplingParams(max_new_tokens=6, logprobs=3)
@@ -302,6 +302,7 @@ def test_stops_pieces_and_several_prompts():
     check_all_back(engine)
 
 
+@pytest.mark.slow
 def test_odd_sizes():
     """Chunks that fit no page, a budget smaller than the batch, one page, tables that end within a page."""
     options = {"pages": 1, "max_seq_len": 250, "prefill_chunk": 77, "token_budget": 1, "decode_steps": 1}
