@@ -371,7 +371,7 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> dict[Any, tuple[str, bool]]:
     """Programs by their names as they are lowered for a GPU, and whether they are to be stored."""
     texts: dict[Any, tuple[str, bool]] = {}
 
-    def finish(traced: Any, store: Any, _: str) -> None:
+    def finish(traced: Any, store: Any, *_: Any) -> None:
         texts[traced.fun_name] = traced.lower(lowering_platforms=("cuda",)).as_text(), store is not None
 
     monkeypatch.setattr(programs, "_finish", finish)
