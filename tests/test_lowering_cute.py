@@ -75,8 +75,8 @@ def packed(case: str, rows: int | None = None, capability: int = 90) -> str:
         return jax.jit(pack).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def resources(module: bytes) -> dict[str, int]:
-    """What a kernel takes of a multiprocessor, by the GPU's binary in its object file."""
+def resources(module: bytes) -> list[dict[str, int]]:
+    """What each kernel takes of a multiprocessor, by the GPU's binary in their object file."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -85,9 +85,9 @@ def resources(module: bytes) -> dict[str, int]:
         file.write_bytes(module[module.index(ELF, len(ELF)) :])
         done = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True)
     found = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout + done.stderr)
-    if len(found) != 4:
-        raise AssertionError(f"Expected cuobjdump to state the resources of one kernel: {done.stdout}{done.stderr}")
-    return {name: int(number) for name, number in found}
+    if not found or len(found) % 4:
+        raise AssertionError(f"Expected cuobjdump to state the resources of kernels: {done.stdout}{done.stderr}")
+    return [{name: int(number) for name, number in found[i : i + 4]} for i in range(0, len(found), 4)]
 
 
 @pytest.mark.parametrize("capability", lowering.CAPABILITIES)
@@ -96,7 +96,7 @@ def test_one_kernel_without_spills(case: str, capability: int) -> None:
     text = packed(case, capability=capability)
     assert text.count("custom_call @CuteDSLRT_NvJaxCutlassCall") == 1
     (module,) = cute_cache._memory.values()
-    used = resources(module)
+    (used,) = resources(module)
     assert used["STACK"] == used["LOCAL"] == used["SHARED"] == 0, used
     assert used["REG"] <= REGISTERS, used
 
@@ -126,9 +126,9 @@ def test_the_attention_spills_nothing(case: str) -> None:
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @CuteDSLRT_NvJaxCutlassCall") == 1
     (module,) = cute_cache._memory.values()
-    used = resources(module)
-    assert used["STACK"] == used["LOCAL"] == 0, used
-    assert used["REG"] <= 128, used  # 512 threads have no more
+    for used in resources(module):  # some forms have a second kernel, which completes what the first one made
+        assert used["STACK"] == used["LOCAL"] == 0, used
+        assert used["REG"] <= 128, used  # 512 threads have no more
 
 
 def test_an_architecture_that_it_is_not_written_for() -> None:
