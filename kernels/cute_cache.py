@@ -23,6 +23,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import Any
 
+from .launch import keeps_aligned
+
 logger = logging.getLogger("jmla.kernels")
 
 FORMAT = b"jmla-cute 1\n"  # of files; a change of it leaves older ones unread
@@ -123,7 +125,7 @@ class Job:
 
         def operand(x: Any, replaced: bool) -> Operand:
             shape, dtype = tuple(x.shape), x.dtype
-            aligned = replaced or (len(shape) > 1 and shape[-1] * dtype.itemsize % 16 == 0)
+            aligned = replaced or keeps_aligned(x)
             return Operand((0, *shape[1:]) if dynamic else shape, dtype.name, 16 if aligned else dtype.itemsize)
 
         return cls(

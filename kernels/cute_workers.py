@@ -100,6 +100,9 @@ def _ask(worker: subprocess.Popen[bytes], job: cute_cache.Job, sent: bytes) -> s
     Returns:
         Nothing (""), or why not; None where the worker ended by itself.
     """
+    into, out = worker.stdin, worker.stdout
+    if into is None or out is None:
+        raise ValueError(f"Expected {worker=} to have pipes to ask by and to answer by")
     late, seconds = threading.Event(), cute_cache.settings.timeout
 
     def end() -> None:
@@ -109,11 +112,9 @@ def _ask(worker: subprocess.Popen[bytes], job: cute_cache.Job, sent: bytes) -> s
     timer = threading.Timer(seconds, end)
     timer.start()
     try:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        worker.stdin.write(sent)
-        worker.stdin.flush()
-        made, reason = pickle.load(worker.stdout)
+        into.write(sent)
+        into.flush()
+        made, reason = pickle.load(out)
     except (EOFError, OSError, pickle.UnpicklingError):
         worker.kill()
         worker.wait()

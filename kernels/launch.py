@@ -127,7 +127,7 @@ def mend_jax_triton() -> None:
     A kernel that several threads need at a time is compiled by one of them, for which the others wait.
 
     It also takes every array to start at a multiple of 16 bytes. Of the operands of this package's kernels only those
-    are taken to that ``_keeps_aligned`` names.
+    are taken to that ``keeps_aligned`` names.
     """
     import jax_triton.triton_lib as lib
 
@@ -179,7 +179,7 @@ def mend_jax_triton() -> None:
     def build_unaligned(arg_names: Any, args: Any, *rest: Any) -> Any:
         made = build(arg_names, args, *rest)
         for i, arg in enumerate(args):
-            if _ours.get() and isinstance(arg, jax.core.ShapedArray) and not _keeps_aligned(arg):
+            if _ours.get() and isinstance(arg, jax.core.ShapedArray) and not keeps_aligned(arg):
                 made.specialization[i] = (made.specialization[i][0], "")
                 made.attrs[rest[2][i]] = []
         return made
@@ -200,7 +200,7 @@ def mend_jax_triton() -> None:
         lib.triton_kernel_call_lib = Runtime()
 
 
-def _keeps_aligned(array: Any) -> bool:
+def keeps_aligned(array: Any) -> bool:
     """Whether an array in a buffer of its own, or whole rows of one, start at multiples of 16 bytes.
 
     Vectors are taken to start anywhere: slices of them are given by address, which is cheaper than a copy.
@@ -277,7 +277,7 @@ def launch(
         # The Refs that the warning recommends cannot be made inside a branch of platform_dependent.
         warnings.filterwarnings("ignore", message="input_output_aliases is deprecated", category=DeprecationWarning)
         operands = tuple(
-            whole(x) if i in aliases or (isinstance(x, jax.Array) and i not in pools and _keeps_aligned(x)) else x
+            whole(x) if i in aliases or (isinstance(x, jax.Array) and i not in pools and keeps_aligned(x)) else x
             for i, x in enumerate(operands)
         )
         # jax-triton passes the outputs' buffers in order, and takes those that replace operands to be the last.
@@ -297,5 +297,5 @@ def launch(
             **constants,
         )
     results = [results[order.index(i)] for i in range(len(outs))]
-    results = [whole(x) if i in aliases.values() or _keeps_aligned(x) else x for i, x in enumerate(results)]
+    results = [whole(x) if i in aliases.values() or keeps_aligned(x) else x for i, x in enumerate(results)]
     return results[0] if single else tuple(results)

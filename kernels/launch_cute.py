@@ -15,8 +15,7 @@ from typing import Any
 import jax
 
 from . import dispatch
-from .launch import _keeps_aligned as keeps_aligned
-from .launch import capability, keeping, local_capability, register_module, whole
+from .launch import capability, keeping, keeps_aligned, local_capability, register_module, whole
 
 HOPPER = (90,)  # has the warpgroup products that the kernels of attention are made of
 FROM_HOPPER = (90, 100, 103, 120)

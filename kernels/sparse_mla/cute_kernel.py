@@ -223,37 +223,19 @@ def build(profile: Profile) -> Any:
         cos_sin: Any,
         out: cute.Tensor,
         lse: cute.Tensor,
-    ) -> None:
-        inputs = [q, pool_0, indices_0, lengths_0, pool_1, indices_1, lengths_1, sinks, q_scale, out_scale]
-        attend(*[address(x) for x in [*inputs, out, lse]]).launch(grid=grid, stream=stream, **options)
-
-    @cute.jit
-    def launch_both(
-        stream: cuda.CUstream,
-        q: cute.Tensor,
-        pool_0: cute.Tensor,
-        indices_0: cute.Tensor,
-        lengths_0: Any,
-        pool_1: Any,
-        indices_1: Any,
-        lengths_1: Any,
-        sinks: Any,
-        q_scale: Any,
-        out_scale: Any,
-        cos_sin: Any,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        parts: cute.Tensor,
-        masses: cute.Tensor,
+        parts: Any = None,
+        masses: Any = None,
         scales: Any = None,
     ) -> None:
         inputs = [q, pool_0, indices_0, lengths_0, pool_1, indices_1, lengths_1, sinks, q_scale, out_scale]
-        attend(*[address(x) for x in [*inputs, parts, masses]]).launch(grid=grid, stream=stream, **options)
-        combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
-            grid=[profile.heads, padded(profile), 1], block=[128, 1, 1], stream=stream
-        )
+        results = [parts, masses] if const_expr(profile.partial) else [out, lse]
+        attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)
+        if const_expr(profile.partial):
+            combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
+                grid=[profile.heads, padded(profile), 1], block=[128, 1, 1], stream=stream
+            )
 
-    return launch_both if profile.partial else launch
+    return launch
 
 
 def padded(p: Profile) -> int:
