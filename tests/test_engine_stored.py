@@ -158,7 +158,6 @@ def test_names_do_not_depend_on_the_process():
     """An engine's programs are named by values alone, tokenizers and other objects left out."""
     engine = Engine(model("v4"), max_requests=1, pages=1)
     store = ProgramStore(None)
-    engine._load_host_state()
     for function, key, args in engine._jobs():
         assert store.name(function, key, args)
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmla import models
 from jmla.decoding import Made, Rows, choose, decode_block
 from jmla.models import Model, PagedCache
 from jmla.models.cache import copy_pages, place_row, put_rows, record_boundaries, take_rows
-from jmla.models.inputs import on_device
 from jmla.sampling import History, RowParams
 from jmla.speculation import speculative_block
 
@@ -149,12 +147,3 @@ def decode_rows(model: Model, cache: PagedCache, rows: Rows, *options: Any) -> t
     else:
         cache, rows, made, counts = speculative_block(model, cache, rows, *options)
     return cache, rows, made, jnp.stack([*counts, rows.active.astype(jnp.int32)])
-
-
-def with_tables(cache: PagedCache, table: np.ndarray, window_table: np.ndarray | None) -> PagedCache:
-    """The cache with the host's tables as they are now.
-
-    Copies, for the host changes its tables while the device still works.
-    """
-    windows = None if window_table is None else on_device(window_table, np.int32)
-    return cache.replace(table=on_device(table, np.int32), window_table=windows)

@@ -1,7 +1,6 @@
 """The engine: admits requests to the rows of a cache, and decides for each step who computes what on which pages."""
 
 import dataclasses
-import functools
 import sys
 import threading
 import time
@@ -9,14 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmla.batching import SMALLEST_CHUNK, bucket
 from jmla.completion import Completion, Output, Reason
 from jmla.decoding import BLOCK, Rows
 from jmla.engine import device
-from jmla.engine.hands import Hands, Launch
+from jmla.engine.line import Launch, Line, quick_switches
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
 from jmla.engine.programs import Job, Programs
@@ -26,6 +24,7 @@ from jmla.models import Model, PagedCache, select
 from jmla.models.cache import first_window_page, open_cache, window_pages
 from jmla.models.config import V4Config
 from jmla.models.config.common import shown
+from jmla.models.inputs import on_device
 from jmla.models.options import check_flag
 from jmla.models.spec import PAGE_TOKENS, check_model, pages_of
 from jmla.requests import complete_params, encode, end_token_array, end_token_ids, split_prompts, tokenizer_of
@@ -82,32 +81,26 @@ class Flight:
 
     Attributes:
         passengers: whom it makes tokens for.
-        made: tokens, log-probabilities, and the likeliest ids with theirs if someone wants them; ``[n, ...]``.
-        counted: ``[4, n]`` as ``jmla.engine.device`` gives it.
+        launch: which gives tokens, log-probabilities, and the likeliest ids with theirs if someone wants them,
+            ``[n, ...]``; then ``[4, n]`` as ``jmla.engine.device`` says.
         decoding: whether rows go on from tokens that they have made; else these are the first behind prompts, and no
             page holds them.
     """
 
     passengers: list["Passenger"]
-    made: tuple[jax.Array, ...]
-    counted: jax.Array
+    launch: Launch
     decoding: bool
-
-    def __post_init__(self) -> None:
-        """The arrays are on their way to the host from now on."""
-        for array in (*self.made, self.counted):
-            array.copy_to_host_async()
 
     @property
     def ready(self) -> bool:
-        return self.counted.is_ready()  # type: ignore[attr-defined]
+        return self.launch.done and self.launch.result()[-1].is_ready()
 
     def fetch(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Waits for the arrays; without likeliest ids there are none of each token."""
-        made = [np.asarray(x) for x in self.made]
+        *made, counted = (np.asarray(x) for x in self.launch.result())
         if len(made) == 2:
             made += [np.zeros((*made[0].shape, 0))] * 2
-        return made, np.asarray(self.counted)
+        return made, counted
 
 
 @dataclasses.dataclass
@@ -211,9 +204,11 @@ class Engine:
         points = points if self._window and self._reuse else 0
         windows = rows * window_pages(served) + points if self._window else 0
         self._sizes = {"pages": count, "window_pages": windows, "records": points}
-        self._cache, self._rows = self._empty(rows)
+        cache, empty = self._empty(rows)
+        self._line = Line(cache, empty)
+        self._keeps_states = bool(cache.boundaries)
         self._open_pools()
-        self._table = np.full(self._cache.table.shape, -1, np.int32)
+        self._table = np.full(cache.table.shape, -1, np.int32)
         self._window_table = self._table.copy() if self._window else None
         self._submitted = 0
         self._running: list[Request | None] = [None] * rows
@@ -225,12 +220,6 @@ class Engine:
         self._tokenizer = tokenizer_of(model)
         self._sent: list[np.ndarray] = []  # tables that the device has
         self._flights: list[Flight] = []  # of decoding: one between steps, two within
-        self._latest: jax.Array | None = None  # of what the device was given last; None once all is done
-        self._working_at = 0.0  # when it was given that, or seen to work
-        self._hands: Hands | None = None
-        self._handing: tuple[Launch, Callable[[Any], None]] | None = (
-            None  # another thread's, and what takes its results
-        )
         self._unsaid: list[Request] = []
         self._programs = Programs()
         self._lock = threading.RLock()
@@ -243,6 +232,11 @@ class Engine:
         spec = self._model.spec
         cache = open_cache(self._model, rows, spec.max_seq_len, **self._sizes, rollback=self._drafts)
         return cache, Rows.empty(spec, rows, self._drafts)
+
+    @property
+    def _cache(self) -> PagedCache:
+        """As it is behind all launches."""
+        return self._line.held()[0]
 
     def _open_pools(self) -> None:
         """Accounts of pages that nobody holds, and no prefixes."""
@@ -353,7 +347,8 @@ class Engine:
                 raise RuntimeError("Expected no step within a step: a callback must not step the engine")
             self._stepping, began = True, time.perf_counter()
             try:
-                self._step()
+                with quick_switches():
+                    self._step()
                 self._end_cancelled()
                 self._come_to_rest()
             except BaseException:  # an interrupt, or no memory: the device may be ahead of what is known here
@@ -362,51 +357,47 @@ class Engine:
             finally:
                 self._stepping = False
                 self.stats.step_seconds += time.perf_counter() - began
+                self.stats.host_seconds += self._line.take_rest()
             return self.busy
 
     def _recover(self) -> None:
         """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
-        if self._handing is not None:
-            self._handing[0].take_back()
-        self._handing, self._flights, self._latest = None, [], None
+        self._line.take_back()
+        self._flights = []
         self._open_pools()  # where nobody holds a page, whatever was taken or given back when it was interrupted
         for request in [r for r in self._running if r is not None]:
             if not request.ended:
                 self._wait_again(request)
             self._forget_row(request)
         self._sent = []
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves((self._cache, self._rows))):
-            self._cache, self._rows = self._empty(len(self._running))
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._line.held())):
+            self._line.hold(*self._empty(len(self._running)))
 
     def _step(self) -> None:
         """Gives the device new work before what it made is looked at, wherever that does not decide about the work.
 
-        While requests decode, the next launch stands behind the one in the air, so that the device waits for nobody.
-        Then what the earlier one made is settled: who goes on, who has ended, whose prompt is read. Callers get their
-        text at the end, while the device works.
+        While the device decodes, chunks of prompts are put behind that, and the next decoding behind those. Then what
+        the first made is settled, which says who goes on and who has ended, and callers get their text.
         """
         flights, found = self._flights, bool(self._flights)
-        self.stats.late_steps += found and self._rests()
-        earlier = flights.pop(0) if found else None
-        ahead = earlier is not None and self._can_go_ahead() and self._decode(self._decoding(), aside=True)
-        if earlier is not None:
-            self._settle(earlier)
-        if self._handing is not None:
-            self._say_all()
-            self._join()
-        self._expire()
+        self.stats.late_steps += found and self._line.rests()
+        self._expire([*self._waiting, *([] if found else self._running)])
         for request in [r for r in self._running if r is not None and r.branches]:
             self._branch(request)
         self._admit()
         prompts = self._next_chunks()
         first = self._prefill(prompts)
-        if not flights:
-            ahead = self._decode(self._decoding(), aside=True) or ahead
-        self._say_all()
+        earlier = flights.pop(0) if found else None
+        ahead = (earlier is None or self._can_go_ahead()) and self._decode(self._decoding())
+        if earlier is not None:
+            self._settle(earlier)
+            self._expire(self._running)
+            if not flights:
+                ahead = self._decode(self._decoding()) or ahead
+            self._say_all()
         for beginning in first:
             self._settle(beginning)
         self._say_all()
-        self._join()
         self.stats.steps += bool(found or ahead or prompts)
 
     def _come_to_rest(self) -> None:
@@ -415,11 +406,7 @@ class Engine:
             while self._flights:
                 self._settle(self._flights.pop(0))
         if not self.busy:
-            self._latest = None
-
-    def _rests(self) -> bool:
-        """Whether the device has done all that it was given."""
-        return self._latest is not None and self._latest.is_ready()  # type: ignore[attr-defined]
+            self._line.rest()
 
     def _decoding(self) -> list[Request]:
         return [r for r in self._running if r is not None and r.active]
@@ -485,7 +472,6 @@ class Engine:
         with self._lock, dispatch.following(self._model.params, self._cache):
             if self._stepping:
                 raise RuntimeError("Expected no warm-up within a step: a callback must not warm up the engine")
-            self._load_host_state()
             self._programs.compile(list(self._jobs()), count, bar)
             on_cpu = all(d.platform == "cpu" for d in self._cache.lengths.devices())
             if not on_cpu and not self.busy:
@@ -500,15 +486,14 @@ class Engine:
         try:
             for pages in select.widths(self._table.shape[1] * self._cache.kernel_pages):
                 self._run_behind(min(pages * PAGE_TOKENS // self._cache.kernel_pages, self.max_seq_len) - 2 * BLOCK)
-            self._pretend(0)
-            self._rows = dataclasses.replace(self._rows, active=jnp.zeros(len(self._running), bool))
+            self._pretend(0, active=False)
             jax.block_until_ready(self._cache.lengths)
         except BaseException:  # an interrupt, or no memory: rows may be anything, and arrays gone
             self._recover()
-            self._cache, self._rows = self._empty(len(self._running))
+            self._line.hold(*self._empty(len(self._running)))
             raise
         finally:
-            self._latest = None
+            self._line.rest()
 
     def _run_behind(self, length: int) -> None:
         """Runs each program on a token of every row behind texts of ``length`` tokens."""
@@ -517,27 +502,25 @@ class Engine:
         for function, key, _ in self._jobs():
             if function is device.place:
                 continue
-            self._pretend(max(length, 0))
+            self._pretend(max(length, 0), active=True)
             if function is device.decode_rows:
-                self._rows = dataclasses.replace(
-                    self._rows,
-                    active=jnp.ones(rows, bool),
-                    made=jnp.zeros(rows, jnp.int32),
-                    limit=jnp.full(rows, 2, jnp.int32),
-                )
                 args = self._decode_args(np.ones(rows, bool), 1, records, False)
             else:
                 size, width = key
                 index, one = np.arange(size, dtype=np.int32), np.ones(size, np.int32)
                 part = index, np.zeros((size, width), np.int32), one, one, np.zeros(size, bool)
                 args = self._prefill_args(*part, records, False)
-            self._cache, self._rows, *_ = self._run(function, key, *args)
+            self._send(function, key, args)
 
-    def _pretend(self, length: int) -> None:
-        """Says that every row holds ``length`` tokens."""
-        lengths = jnp.full(len(self._running), length, jnp.int32)
-        drafted = jnp.full_like(lengths, length if self._drafts else 0)  # an array of its own: both are given away
-        self._cache = self._cache.replace(lengths=lengths, draft_lengths=drafted)
+    def _pretend(self, length: int, active: bool) -> None:
+        """Says that every row holds ``length`` tokens, and whether it has one to make."""
+        cache, held = self._line.held()
+        rows = len(self._running)
+        # Arrays of their own, for all are given away; from the host, since nothing is to be compiled here.
+        lengths, drafted = (jax.device_put(np.full(rows, n, np.int32)) for n in (length, length * (self._drafts > 0)))
+        made, limit = (jax.device_put(np.full(rows, n, np.int32)) for n in (0, 2))
+        held = dataclasses.replace(held, active=jax.device_put(np.full(rows, active)), made=made, limit=limit)
+        self._line.hold(cache.replace(lengths=lengths, draft_lengths=drafted), held)
 
     @property
     def max_seq_len(self) -> int:
@@ -563,9 +546,9 @@ class Engine:
 
     # ---- who runs
 
-    def _expire(self) -> None:
+    def _expire(self, requests: Sequence[Request | None]) -> None:
         now = self._clock()
-        for request in [*self._waiting, *self._running]:
+        for request in list(requests):
             if request is not None and request.deadline is not None and now >= request.deadline:
                 self._end(request, "deadline")
 
@@ -688,18 +671,8 @@ class Engine:
         numbers = [np.int32(x) for x in (row, length, record, source)]
         pages_to_copy = [np.array([pair], np.int32) for pair in pairs]
         limit, prompt, made = request.params.max_new_tokens or 0, len(request.prompt), len(request.made)
-        self._cache, self._rows = self._run(
-            device.place,
-            tokens.shape,
-            self._cache,
-            self._rows,
-            *numbers,
-            *pages_to_copy,
-            np.int32(limit),
-            tokens,
-            np.int32(prompt),
-            np.int32(made),
-        )
+        counts = [np.int32(x) for x in (prompt, made)]
+        self._send(device.place, tokens.shape, (*numbers, *pages_to_copy, np.int32(limit), tokens, *counts))
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's row and pages; it waits to be computed again from its tokens."""
@@ -886,13 +859,9 @@ class Engine:
                 following[i] = 0 if ending[i] else known[end]
                 if self._reuse and end % PAGE_TOKENS == 0:
                     records[request.row] = self._take_record()
-            self._load_host_state()
             tops = self._wants_tops()
-            self._cache, self._rows, made, counted = self._run(
-                device.prefill_rows,
-                tokens.shape,
-                *self._prefill_args(index, tokens, counts, following, ending, records, tops),
-            )
+            args = self._prefill_args(index, tokens, counts, following, ending, records, tops)
+            launch = self._send(device.prefill_rows, tokens.shape, args, tops)
             for request, count in group:
                 self._advance(request, request.length + count, int(records[request.row]))
             ended = [(i, request) for i, (request, _) in enumerate(group) if ending[i]]
@@ -901,7 +870,7 @@ class Engine:
                 request.coming += 1
             if ended:
                 passengers = [Passenger(i, request, request.seat, 1) for i, request in ended]
-                flights.append(Flight(passengers, made if tops else made[:2], counted, decoding=False))
+                flights.append(Flight(passengers, launch, decoding=False))
         return flights
 
     def _launch_steps(self) -> int:
@@ -910,13 +879,8 @@ class Engine:
         steps = min(self._steps, BUSY_STEPS) if busy else self._steps
         return max(steps // (self._drafts + 1), 1) * (self._drafts + 1)
 
-    def _decode(self, requests: list[Request], aside: bool = False) -> bool:
-        """Lets requests make some tokens, which a later step settles; whether there was anything to launch.
-
-        With ``aside`` another thread may make the launch, until ``_join``: a launch takes as long as the host has to
-        follow the device through a program, and other work can be done meanwhile. What would be traced is not, for it
-        would not see this thread's contexts.
-        """
+    def _decode(self, requests: list[Request]) -> bool:
+        """Lets requests make some tokens, which a later step settles; whether there was anything to launch."""
         steps = self._launch_steps()
         if not any(r.left > 0 for r in requests):
             return False
@@ -936,34 +900,12 @@ class Engine:
                 records[request.row] = self._take_record()
             most = min(steps, max(request.left, 0)) if not self._drafts else steps
             passengers.append(Passenger(request.row, request, request.seat, most, int(records[request.row])))
-        self._load_host_state()
         tops = self._wants_tops()
         args = self._decode_args(alive, steps // (self._drafts + 1), records, tops)
         for passenger in passengers:
             passenger.request.coming += passenger.most
-
-        def take(results: Any) -> None:
-            self._cache, self._rows, made, counted = results
-            self._flights.append(Flight(passengers, made if tops else made[:2], counted, decoding=True))
-
-        self._count_rest()
-        if aside and self._programs.has(device.decode_rows, ()):
-            launch = Launch(functools.partial(self._programs.run, device.decode_rows, (), *args))
-            self._hands = self._hands or Hands()
-            self._handing = launch, take
-            self._hands.make(launch)
-        else:
-            take(self._launch(device.decode_rows, (), args))
+        self._flights.append(Flight(passengers, self._send(device.decode_rows, (), args, tops), decoding=True))
         return True
-
-    def _join(self) -> None:
-        """Waits for the launch that another thread makes, and takes its results."""
-        if self._handing is not None:
-            launch, take = self._handing
-            results = launch.result()
-            self._handing = None
-            self._given(results)
-            take(results)
 
     # ---- what comes of it
 
@@ -974,7 +916,7 @@ class Engine:
         there = time.perf_counter()
         self.stats.wait_seconds += there - began
         if waits:
-            self._working_at = there
+            self._line.seen_working(there)
         for passenger in flight.passengers:
             at, request = passenger.at, passenger.request
             if request.seat is not passenger.seat:  # gave its row back meanwhile
@@ -1054,59 +996,71 @@ class Engine:
         records: np.ndarray,
         tops: bool,
     ) -> tuple[Any, ...]:
-        where = records if self._cache.boundaries else None
-        rows = (self._served, self._cache, self._rows, self._params_there)
-        return *rows, index, tokens, counts, following, ending, self._end_ids, np.array(tops), where
+        where = records if self._keeps_states else None
+        return self._host_params(), index, tokens, counts, following, ending, self._end_ids, np.array(tops), where
 
     def _decode_args(self, alive: np.ndarray, passes: int, records: np.ndarray, tops: bool) -> tuple[Any, ...]:
-        where = records if self._cache.boundaries else None
-        rows = (self._served, self._cache, self._rows, self._params_there)
-        return *rows, self._end_ids, alive, np.array(tops), np.int32(passes), where
+        where = records if self._keeps_states else None
+        return self._host_params(), self._end_ids, alive, np.array(tops), np.int32(passes), where
 
-    def _run(self, function: Any, key: tuple[Any, ...], *args: Any) -> Any:
-        if function is not device.place:
-            self._count_rest()
-        return self._launch(function, key, args)
+    def _send(self, function: Any, key: tuple[Any, ...], args: tuple[Any, ...], tops: bool = False) -> Launch:
+        """Has the device run a step behind all others.
 
-    def _count_rest(self) -> None:
-        """Counts the time that the device may have waited, now that it gets work."""
-        if self._stepping and self._rests():
-            self.stats.host_seconds += time.perf_counter() - self._working_at
+        ``args`` are those behind model, cache and rows; ``tops``: whether the likeliest ids are to come to the host.
 
-    def _launch(self, function: Any, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        Another thread makes the launch where the program is there: a launch takes as long as the host has to follow the
+        device through a program, and other work can be done meanwhile. What would be traced is not left to it, for it
+        would not see this thread's contexts.
+        """
+        places = function is device.place
+        new_tables = () if places else self._new_tables()
+
+        def call(cache: PagedCache, rows: Rows) -> tuple[PagedCache, Rows, tuple[jax.Array, ...]]:
+            if new_tables:
+                cache = cache.replace(table=new_tables[0], window_table=new_tables[1])
+            before = (cache, rows) if places else (self._served, cache, rows)
+            cache, rows, *rest = self._programs.run(function, key, *before, *args)
+            if not rest:
+                return cache, rows, ()
+            made, counted = rest
+            return cache, rows, (*(made if tops else made[:2]), counted)
+
+        if self._programs.has(function, key):
+            return self._line.send(call, work=not places, counted=self._stepping)
         with dispatch.following(self._model.params, self._cache):
-            results = self._programs.run(function, key, *args)
-        if function is not device.place:
-            self._given(results)
-        return results
-
-    def _given(self, results: Any) -> None:
-        """Notes that the device was given work, by the results of it."""
-        self._latest, self._working_at = results[-1], time.perf_counter()
+            return self._line.make(call, work=not places, counted=self._stepping)
 
     def _jobs(self) -> Iterator[Job]:
         """Everything that can run, with arguments like those that it will have."""
         rows = len(self._running)
         records, alive = np.full(rows, -1, np.int32), np.zeros(rows, bool)
-        yield device.decode_rows, (), self._decode_args(alive, 0, records, False)
+        cache, held = self._line.held()
+        yield device.decode_rows, (), (self._served, cache, held, *self._decode_args(alive, 0, records, False))
         for size, width in _shapes(rows, self._width(self._chunk), self._budget):
             zeros = np.zeros(size, np.int32)
             none = np.full(size, rows, np.int32), np.zeros((size, width), np.int32), zeros, zeros
-            yield device.prefill_rows, (size, width), self._prefill_args(*none, np.zeros(size, bool), records, False)
+            args = self._prefill_args(*none, np.zeros(size, bool), records, False)
+            yield device.prefill_rows, (size, width), (self._served, cache, held, *args)
         number, pair = np.int32(0), np.full((1, 2), -1, np.int32)
         longest = len(_padded(np.zeros(self._model.spec.max_seq_len, np.int32)))
         for length in _doubling(PAGE_TOKENS, longest):
-            args = (*[number] * 4, pair, pair, number, np.zeros(length, np.int32), number, number)
-            yield device.place, (length,), (self._cache, self._rows, *args)
+            numbers = (*[number] * 4, pair, pair, number, np.zeros(length, np.int32), number, number)
+            yield device.place, (length,), (cache, held, *numbers)
 
-    def _load_host_state(self) -> None:
-        """Sends the tables and the sampler's options to the device, if they are not there as they are now."""
+    def _host_params(self) -> RowParams:
+        """The sampler's options on the device, sent if they are not there as they are now."""
         if self._params_there is None:
             self._params_there = jax.device_put(self._params)
+        return self._params_there
+
+    def _new_tables(self) -> tuple[jax.Array, jax.Array | None] | tuple[()]:
+        """Copies of the tables for the device, if it has not got them as they are now."""
         tables = [table for table in (self._table, self._window_table) if table is not None]
-        if len(self._sent) != len(tables) or not all(map(np.array_equal, self._sent, tables)):
-            self._cache = device.with_tables(self._cache, self._table, self._window_table)
-            self._sent = [table.copy() for table in tables]
+        if len(self._sent) == len(tables) and all(map(np.array_equal, self._sent, tables)):
+            return ()
+        self._sent = [table.copy() for table in tables]
+        there = [on_device(table, np.int32) for table in tables]
+        return there[0], there[1] if len(there) > 1 else None
 
 
 def _taker(pieces: list[str | int], callback: Callable[[str | int], None] | None) -> Callable[[int, str | int], None]:

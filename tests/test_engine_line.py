@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jmla.engine.hands import Hands, Launch
+from jmla.engine.line import Hands, Launch
 
 
 def made(function):
@@ -77,7 +77,7 @@ def test_launches_are_made_after_the_main_thread_has_ended():
     """Threads that serve on may outlive it; an executor of the standard library refuses work then."""
     code = """
 import threading, time
-from jmla.engine.hands import Hands, Launch
+from jmla.engine.line import Hands, Launch
 hands = Hands()
 def serve():
     threading.main_thread().join()
