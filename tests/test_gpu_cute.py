@@ -212,11 +212,9 @@ def test_warming_up_makes_what_serving_selects(
     monkeypatch.setattr(dispatch, "_choices", {})
     options = {"max_requests": 2, "pages": 32, "max_seq_len": 2048, "prefill_chunk": 256}
     engine, again = (Engine(narrow_flash(4), **options) for _ in range(2))
-    with dispatch.following(engine._model.params, engine._cache):
-        engine._load_host_state()
-        with launch_cute.collecting() as listed:
-            for function, _, args in engine._jobs():
-                function.trace(*args)
+    with dispatch.following(engine._model.params, engine._cache), launch_cute.collecting() as listed:
+        for function, _, args in engine._jobs():
+            function.trace(*args)
     assert listed
     assert not (tmp_path / "kernels").exists()
     engine.warmup(progress=False)

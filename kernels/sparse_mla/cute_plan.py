@@ -186,6 +186,11 @@ class Profile:
     def registers(self) -> tuple[int, int, int]:
         return self.tuning.registers or ((224, 176, 56) if self.value_parts == 1 else (184, 152, 88))
 
+    @property
+    def plainly_scaled(self) -> bool:
+        """Whether the logits of a head have one positive factor."""
+        return self.scale > 0 and not self.q_scale
+
     # Producers: 256 threads, of which four or, in a pair, eight own a row of a block.
 
     @property

@@ -1,0 +1,366 @@
+"""The consumers of the sparse attention kernel: logits, softmax and sums of values, see ``cute_kernel.py``."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ..cute_ptx import (
+    barrier_arrive,
+    barrier_sync,
+    bf16_of_e4m3,
+    bits_of,
+    exp2,
+    fence_async_shared,
+    float_of,
+    load_global_2_if,
+    load_global_4,
+    load_global_4_if,
+    load_shared,
+    load_shared_2,
+    load_shared_4,
+    map_shared,
+    mbarrier_arrive,
+    mbarrier_arrive_cluster,
+    pack_bf16x2,
+    permute,
+    store_shared,
+    store_shared_4,
+    thread_index,
+)
+from .cute_merge import announce, merge
+from .cute_output import Cell, line_of, load_head, share_of_head, write_all, write_lse
+from .cute_place import (
+    NONE,
+    TILE,
+    Place,
+    advance,
+    joins,
+    largest_of_quad,
+    origin,
+    row_of,
+    share_of,
+    sum_of_quad,
+    wait_for,
+)
+from .cute_plan import Profile
+from .forms import LOG2E
+
+WEIGHTS_READY, WEIGHTS_FREE, QUERIES_READY = 1, 2, 3  # named barriers between the consumers
+
+
+def product(n: int, source: Any, major: Any) -> Any:
+    """A bf16 product of 64 rows and n columns."""
+    kind = warpgroup.MmaF16BF16Op(BFloat16, Float32, (64, n, 16), source, OperandMajorMode.K, major)
+    return cute.make_tiled_mma(cute.make_mma_atom(kind), (1, 1, 1))
+
+
+def swizzled(at: Place, name: str, layout: Any) -> Any:
+    """bf16 tiles in shared memory."""
+    buffer = at.buffer + getattr(at.memory, name)
+    return cute.make_tensor(cute.recast_ptr(buffer, cute.make_swizzle(3, 4, 3), BFloat16), layout)
+
+
+class Sums:
+    """The product of weights and values.
+
+    Attributes:
+        mma: one step of it.
+        values: of the ring of keys, by tile of 64 of them: ``(values, slots, tile)``.
+        acc: the sums, four for each 8 values: two of head h, then two of head h + 8.
+        weights: of a block.
+    """
+
+    def __init__(self, p: Profile, at: Place, c: Cell):
+        self.mma = product(min(p.values, 128), warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        wide = p.values // 64
+        layout = cute.make_layout(((64, wide), (8, 8), 4 * p.tuning.stages), stride=((1, 4096), (64, 512), 4096))
+        values = self.mma.get_slice(c.thread).partition_B(swizzled(at, "keys", layout))
+        self.values = self.mma.make_fragment_B(values)
+        self.acc = self.mma.make_fragment_C(self.mma.partition_shape_C((64, p.values)))
+        self.weights = self.mma.make_fragment_A(self.mma.partition_shape_A((64, 64)))
+        for i in range(p.values // 2):
+            self.acc[i] = Float32(0.0)
+
+
+def load_query(p: Profile, source: Any, part: Any, here: Any) -> Any:
+    """Eight values of a query, or zeros; codes in the first two of four words."""
+    if p.q_codes:
+        return (*load_global_2_if(here, source + Int64(part * 8)), Uint32(0), Uint32(0))
+    if p.heads % 64 == 0:
+        return load_global_4(source + Int64(part * 16))
+    return load_global_4_if(here, source + Int64(part * 16))
+
+
+@cute.jit
+def load_queries(p: cutlass.Constexpr, at: cutlass.Constexpr, q: Any, row: Any, head: Any) -> None:
+    """Queries of 64 heads to shared memory, by both consumers, dims in the order of dequantised values."""
+    thread = thread_index()
+    across = p.data.width // 8  # parts of 16 bytes of a query
+    source = q + (Int64(row) * p.heads + Int64(head)) * ((8 if p.q_codes else 16) * across)
+    words = []
+    for i in range_constexpr(across // 4):
+        part = thread + 256 * i
+        here = Int32(1)
+        if const_expr(p.heads % 64 != 0):
+            if head + part // across >= p.heads:
+                here = Int32(0)
+        words.append(load_query(p, source, part, here))
+    for i in range_constexpr(across // 4):
+        part = thread + 256 * i
+        h = part // across
+        c = part - h * across
+        x, y, z, w = words[i]
+        if const_expr(p.q_codes):
+            x, y, z, w = bf16_of_e4m3(x, 0), bf16_of_e4m3(x, 1), bf16_of_e4m3(y, 0), bf16_of_e4m3(y, 1)
+        odd_0, even_0 = permute(x, y, 0x7632), permute(x, y, 0x5410)
+        odd_1, even_1 = permute(z, w, 0x7632), permute(z, w, 0x5410)
+        if c >= 8 * p.data.codes:  # RoPE values are not permuted
+            odd_0, even_0, odd_1, even_1 = x, y, z, w
+        to = at.queries + (c >> 3) * TILE + h * 128 + (((c & 7) ^ (h & 7)) << 4)
+        store_shared_4(to, odd_0, even_0, odd_1, even_1)
+    fence_async_shared()
+
+
+@cute.jit
+def attend_left(
+    p: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    tile: Any,
+    slot: Any,
+    phase: Any,
+    done: Any,
+) -> Any:
+    """The first consumer: logits, softmax, and the first half of the values, see ``each_tile``."""
+    row, head, part, group = row_of(p, at, tile)
+    load_queries(p, at, arrays.q, row, head)
+    _, _, _, begin, end = share_of(p, at, arrays.lengths, row, group)
+    cell = Cell(0, row, head, part, group)
+    factor_0 = Float32(p.scale * LOG2E)
+    factor_1 = factor_0
+    if const_expr(p.q_scale):
+        place = arrays.q_scale + (Int64(row) * p.heads + Int64(head)) * 4
+        factor_0 = factor_0 * load_head(p, place, head, cell.h)
+        factor_1 = factor_1 * load_head(p, place, head, cell.h + 8)
+
+    logits_mma = product(64, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+    across, stages = p.data.width // 64, p.tuning.stages
+    queries = swizzled(at, "queries", cute.make_layout(((8, 8), (64, across)), stride=((64, 512), (1, 4096))))
+    keys = swizzled(at, "keys", cute.make_layout(((8, 8), (64, 4), stages), stride=((64, 512), (1, 4096), 16384)))
+    part_of_logits = logits_mma.get_slice(cell.thread)
+    query_parts = logits_mma.make_fragment_A(part_of_logits.partition_A(queries))
+    key_parts = logits_mma.make_fragment_B(part_of_logits.partition_B(keys))
+    if const_expr(p.data.width > 512):
+        rope = swizzled(at, "rope", cute.make_layout(((8, 8), (64, 1), 2), stride=((64, 512), (1, 4096), 4096)))
+        rope_parts = logits_mma.make_fragment_B(part_of_logits.partition_B(rope))
+    logits = logits_mma.make_fragment_C(logits_mma.partition_shape_C((64, 64)))
+    sums = Sums(p, at, cell)
+    words = cute.recast_tensor(sums.weights, Uint32)
+
+    top_0, top_1 = Float32(NONE), Float32(NONE)
+    mass_0, mass_1 = Float32(0.0), Float32(0.0)
+    barrier_sync(QUERIES_READY, 256)
+    if const_expr(joins(p)):
+        cute.arch.cluster_wait()
+    for j in cutlass.range(begin, end, unroll=1):
+        left_slot, left_phase = slot, phase
+        right_slot, right_phase = advance(p, slot, phase)
+        slot, phase = advance(p, right_slot, right_phase)
+        bias = at.bias + ((done + (j - begin)) & 3) * 256 + cell.quad * 8
+        take_half(p, at, left_slot, left_phase)
+        warpgroup.fence()
+        for k in range_constexpr(16):
+            logits_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+            cute.gemm(logits_mma, logits, query_parts[None, None, k], key_parts[None, None, k, left_slot], logits)
+        take_half(p, at, right_slot, right_phase)
+        for k in range_constexpr(16):
+            at_k = key_parts[None, None, k, right_slot]
+            cute.gemm(logits_mma, logits, query_parts[None, None, k + 16], at_k, logits)
+        if const_expr(p.data.width > 512):
+            for k in range_constexpr(4):
+                at_k = rope_parts[None, None, k, (done + (j - begin)) & 1]
+                cute.gemm(logits_mma, logits, query_parts[None, None, k + 32], at_k, logits)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        if const_expr(p.splits > 1):
+            if j == end - 1:
+                announce(p, at, cell.lane)
+
+        # The smaller one of a logit and of minus infinity is that even where the logit is NaN; beside infinity NaN
+        # becomes infinity, of which the exponential makes NaN again.
+        new_0, new_1 = Float32(NONE), Float32(NONE)
+        for i in range_constexpr(8):
+            if const_expr(not p.plainly_scaled):
+                for n in range_constexpr(2):
+                    logits[4 * i + n] = logits[4 * i + n] * factor_0
+                    logits[4 * i + n + 2] = logits[4 * i + n + 2] * factor_1
+            bounds = [float_of(x) for x in load_shared_2(bias + 32 * i)]
+            for n in range_constexpr(4):
+                logits[4 * i + n] = cute.arch.fmin(logits[4 * i + n], bounds[n % 2])
+            new_0 = cute.arch.fmax(new_0, cute.arch.fmax(logits[4 * i], logits[4 * i + 1]))
+            new_1 = cute.arch.fmax(new_1, cute.arch.fmax(logits[4 * i + 2], logits[4 * i + 3]))
+        new_0, new_1 = largest_of_quad(new_0), largest_of_quad(new_1)
+        by_0, by_1 = Float32(1.0), Float32(1.0)
+        if const_expr(p.plainly_scaled):  # a positive factor leaves the order, and goes into the exponent
+            by_0, by_1 = factor_0, factor_1
+            new_0, new_1 = new_0 * factor_0, new_1 * factor_1
+        new_0, new_1 = cute.arch.fmax(top_0, new_0), cute.arch.fmax(top_1, new_1)
+        origin_0, origin_1 = origin(new_0), origin(new_1)
+        decay_0, decay_1 = exp2(top_0 - origin_0), exp2(top_1 - origin_1)
+        top_0, top_1 = new_0, new_1
+        sum_0, sum_1 = Float32(0.0), Float32(0.0)
+        for i in range_constexpr(8):
+            a, b = [exp2(logits[4 * i + n] * by_0 - origin_0) for n in (0, 1)]
+            c, d = [exp2(logits[4 * i + n] * by_1 - origin_1) for n in (2, 3)]
+            sum_0 = sum_0 + (a + b)
+            sum_1 = sum_1 + (c + d)
+            words[2 * i], words[2 * i + 1] = pack_bf16x2(a, b), pack_bf16x2(c, d)
+        mass_0 = mass_0 * decay_0 + sum_0
+        mass_1 = mass_1 * decay_1 + sum_1
+        barrier_sync(WEIGHTS_FREE, 256)
+        for i in range_constexpr(4):
+            to = at.weights + 2048 * i + cell.thread * 16
+            store_shared_4(to, *[words[4 * i + n] for n in range(4)])
+        store_for_quad(at, cell, decay_0, decay_1)
+        barrier_arrive(WEIGHTS_READY, 256)
+        accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+        give_back(p, at, cell, left_slot, right_slot)
+
+    if const_expr(p.splits > 1):
+        if begin == end:
+            announce(p, at, cell.lane)
+    mass_0, mass_1 = sum_of_quad(mass_0), sum_of_quad(mass_1)
+    barrier_sync(WEIGHTS_FREE, 256)
+    if const_expr(p.splits == 1):
+        share_0 = share_of_head(p, arrays, top_0, mass_0, head, cell.h, p.partial)
+        share_1 = share_of_head(p, arrays, top_1, mass_1, head, cell.h + 8, p.partial)
+        store_for_quad(at, cell, share_0, share_1)
+        barrier_arrive(WEIGHTS_READY, 256)
+        line = line_of(p, cell)
+        if part == 0 and cell.quad == 0:
+            write_lse(p, arrays.lse, line, head, cell.h, top_0, mass_0, p.partial)
+            write_lse(p, arrays.lse, line, head, cell.h + 8, top_1, mass_1, p.partial)
+        write_all(p, arrays, cell, line, sums.acc, share_0, share_1)
+    else:
+        merge(p, at, arrays, cell, sums.acc, (top_0, mass_0), (top_1, mass_1))
+    return slot, phase, done + (end - begin)
+
+
+@cute.jit
+def attend_right(
+    p: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    tile: Any,
+    slot: Any,
+    phase: Any,
+    done: Any,
+) -> Any:
+    """The second consumer: the second half of the values, see ``each_tile``."""
+    row, head, part, group = row_of(p, at, tile)
+    load_queries(p, at, arrays.q, row, head)
+    barrier_arrive(QUERIES_READY, 256)
+    barrier_arrive(WEIGHTS_FREE, 256)
+    if const_expr(joins(p)):
+        cute.arch.cluster_wait()
+    _, _, _, begin, end = share_of(p, at, arrays.lengths, row, group)
+    cell = Cell(1, row, head, part, group)
+    sums = Sums(p, at, cell)
+    words = cute.recast_tensor(sums.weights, Uint32)
+    for j in cutlass.range(begin, end, unroll=1):
+        left_slot, left_phase = slot, phase
+        right_slot, right_phase = advance(p, slot, phase)
+        slot, phase = advance(p, right_slot, right_phase)
+        barrier_sync(WEIGHTS_READY, 256)  # the first consumer has seen both halves
+        for i in range_constexpr(4):
+            loaded = load_shared_4(at.weights + 2048 * i + cell.thread * 16)
+            for n in range_constexpr(4):
+                words[4 * i + n] = loaded[n]
+        decay_0, decay_1 = load_for_quad(at, cell)
+        barrier_arrive(WEIGHTS_FREE, 256)
+        take_half(p, at, right_slot, right_phase)
+        if const_expr(p.value_parts > 1):
+            take_half(p, at, left_slot, left_phase)
+        accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+        give_back(p, at, cell, left_slot, right_slot)
+    if const_expr(p.splits == 1):
+        barrier_sync(WEIGHTS_READY, 256)
+        share_0, share_1 = load_for_quad(at, cell)
+        write_all(p, arrays, cell, line_of(p, cell), sums.acc, share_0, share_1)
+    else:
+        merge(p, at, arrays, cell, sums.acc, (), ())
+    return slot, phase, done
+
+
+@cute.jit
+def take_half(p: cutlass.Constexpr, at: cutlass.Constexpr, slot: Any, phase: Any) -> None:
+    """Waits for half a block."""
+    wait_for(p, at.full + 8 * slot, phase)
+    if const_expr(p.tuning.reader_fences):
+        fence_async_shared()
+
+
+@cute.jit
+def give_back(
+    p: cutlass.Constexpr, at: cutlass.Constexpr, c: cutlass.Constexpr, left_slot: Any, right_slot: Any
+) -> None:
+    """A warp needs no more of the halves that it was the last one to read."""
+    if c.lane < p.pair:
+        empty, arrive = at.empty, mbarrier_arrive
+        if const_expr(p.paired):  # for the producers of both CTAs, which write to both
+            empty, arrive = map_shared(at.empty, at.share * 2 + c.lane), mbarrier_arrive_cluster
+        if const_expr(p.value_parts > 1 or c.consumer == 0):
+            arrive(empty + 8 * left_slot)
+        if const_expr(p.value_parts > 1 or c.consumer == 1):
+            arrive(empty + 8 * right_slot)
+
+
+def value_tile(p: Profile, c: Cell, left_slot: Any, right_slot: Any) -> Any:
+    """The first tile of 64 values of a consumer, counted over the ring."""
+    if p.value_parts == 1:
+        return (left_slot, right_slot)[c.consumer] * 4
+    wide = p.values // 64
+    start = c.part * (2 * wide) + c.consumer * wide  # in tiles of the row
+    right = start >> 2
+    return (left_slot + (right_slot - left_slot) * right) * 4 + (start & 3)
+
+
+@cute.jit
+def accumulate(
+    p: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    sums: cutlass.Constexpr,
+    decay_0: Any,
+    decay_1: Any,
+    left_slot: Any,
+    right_slot: Any,
+) -> None:
+    """Adds weights times values to what is left of earlier sums."""
+    acc = sums.acc
+    for i in range_constexpr(p.values // 8):
+        acc[4 * i] = acc[4 * i] * decay_0
+        acc[4 * i + 1] = acc[4 * i + 1] * decay_0
+        acc[4 * i + 2] = acc[4 * i + 2] * decay_1
+        acc[4 * i + 3] = acc[4 * i + 3] * decay_1
+    tile = value_tile(p, c, left_slot, right_slot)
+    warpgroup.fence()
+    sums.mma.set(warpgroup.Field.ACCUMULATE, True)
+    for k in range_constexpr(4):
+        cute.gemm(sums.mma, acc, sums.weights[None, None, k], sums.values[None, None, k, tile], acc)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def store_for_quad(at: cutlass.Constexpr, c: cutlass.Constexpr, x: Any, y: Any) -> None:
+    """Factors of heads h and h + 8 for the other consumer."""
+    if c.quad == 0:
+        store_shared(at.decays + c.h * 4, bits_of(x))
+        store_shared(at.decays + c.h * 4 + 32, bits_of(y))
+
+
+def load_for_quad(at: Place, c: Cell) -> tuple[Any, Any]:
+    return float_of(load_shared(at.decays + c.h * 4)), float_of(load_shared(at.decays + c.h * 4 + 32))

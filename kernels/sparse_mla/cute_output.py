@@ -1,0 +1,222 @@
+"""What ends a row in the sparse attention kernel: denominators, and values and masses that are written."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int64, Uint32, const_expr, range_constexpr
+
+from ..cute_ptx import (
+    bits_of,
+    exp2,
+    float_of,
+    load_global,
+    log2,
+    pack_bf16x2,
+    permute,
+    shuffle_xor,
+    store_global,
+    store_global_2,
+    store_global_4,
+    thread_index,
+)
+from .cute_place import NONE, Arrays, origin
+from .cute_plan import Profile
+from .forms import LN2, LOG2E
+
+FIRST, SECOND = 0x3210, 0x7654  # selectors of ``permute``
+
+
+class Cell:
+    """Which values of a tile a thread of a consumer sums up: of heads h and h + 8, two of each 8.
+
+    Attributes:
+        consumer: 0 or 1.
+        thread: of the consumer; ``lane`` of its warp.
+        quad: number among the four threads that have the same heads.
+        h: the first of its heads, counted from ``head``.
+        row: of the queries.
+        head: first of the tile.
+        part: of the values.
+        group: of the CTAs that share the row.
+    """
+
+    def __init__(self, consumer: int, row: Any, head: Any, part: Any, group: Any):
+        self.consumer, self.row, self.head, self.part, self.group = consumer, row, head, part, group
+        self.thread = thread_index() - 128 * consumer
+        self.lane = self.thread & 31
+        self.quad = self.lane & 3
+        self.h = ((self.thread >> 5) << 4) + (self.lane >> 2)
+
+
+def line_of(p: Profile, c: Cell) -> Any:
+    """The row of the output, of which groups have one each.
+
+    It is worked out once, where writing begins: no register holds it before.
+    """
+    return c.row if p.groups == 1 else c.row * p.groups + c.group
+
+
+def column_of(p: Profile, c: Cell) -> Any:
+    """The first value of a consumer."""
+    return c.part * (2 * p.values) + c.consumer * p.values
+
+
+@cute.jit
+def load_head(p: cutlass.Constexpr, array: Any, head: Any, h: Any) -> Any:
+    """An array's value of head ``head + h``, where ``array`` is the address of that of ``head``."""
+    x = Float32(0.0)
+    if head + h < p.heads:
+        x = float_of(load_global(array + Int64(h * 4)))
+    return x
+
+
+@cute.jit
+def with_sink(p: cutlass.Constexpr, arrays: cutlass.Constexpr, top: Any, mass: Any, head: Any, h: Any) -> Any:
+    """The denominator under ``top``."""
+    if const_expr(p.sinks):
+        sink = load_head(p, arrays.sinks + Int64(head) * 4, head, h)
+        mass = mass + exp2(sink * Float32(LOG2E) - origin(top))
+    return mass
+
+
+@cute.jit
+def share_of_head(
+    p: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    top: Any,
+    mass: Any,
+    head: Any,
+    h: Any,
+    partial: cutlass.Constexpr,
+) -> Any:
+    """The factor of a head's accumulated values; 0 where nothing took part.
+
+    With ``partial`` under what took part here alone, which a second kernel completes.
+    """
+    total = mass
+    if const_expr(not partial):
+        total = with_sink(p, arrays, top, mass, head, h)
+    x = Float32(1.0) / total
+    if mass == Float32(0.0):
+        x = Float32(0.0)
+    if const_expr(p.out_scale and not partial):
+        x = x * float_of(load_global(arrays.out_scale))
+    return x
+
+
+@cute.jit
+def write_lse(
+    p: cutlass.Constexpr, lse: Any, line: Any, head: Any, h: Any, top: Any, mass: Any, partial: cutlass.Constexpr
+) -> None:
+    """Writes a head's lse, for a second kernel to the base 2."""
+    x = top + log2(mass)
+    if const_expr(not partial):
+        x = x * Float32(LN2)
+    if mass == Float32(0.0):
+        x = Float32(NONE)
+    if head + h < p.heads:
+        store_global(lse + (Int64(line) * p.heads + Int64(head + h)) * 4, bits_of(x))
+
+
+def values_at(p: Profile, arrays: Arrays, c: Cell, line: Any) -> Any:
+    """The address of the bf16 values of head h."""
+    return arrays.out + (Int64(line) * p.heads + Int64(c.head + c.h)) * 1024
+
+
+@cute.jit
+def write_all(
+    p: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    line: Any,
+    acc: Any,
+    share_0: Any,
+    share_1: Any,
+) -> None:
+    """Writes a consumer's values."""
+    column = column_of(p, c)
+    to = values_at(p, arrays, c, line)
+    for i in range_constexpr(p.pieces if p.partial else 0):
+        shares = (share_0, share_0, share_1, share_1)
+        sums = [acc[4 * i + n] * shares[n] for n in range(4)]
+        write_sums(p, arrays, c, line, sums, column + 8 * i)
+    for g in range_constexpr(0 if p.partial else p.pieces // 4):
+        first, second = [], []
+        for i in range_constexpr(4):
+            n = 16 * g + 4 * i
+            first.append(pack_bf16x2(acc[n] * share_0, acc[n + 1] * share_0))
+            second.append(pack_bf16x2(acc[n + 2] * share_1, acc[n + 3] * share_1))
+        write_pieces(p, c, first, second, to, column + 32 * g)
+
+
+@cute.jit
+def write_pieces(p: cutlass.Constexpr, c: cutlass.Constexpr, first: Any, second: Any, to: Any, column: Any) -> None:
+    """Writes four pieces of 8 values of heads h and h + 8, of which each thread of a quad has two of each piece.
+
+    The threads exchange until each has a whole piece.
+    """
+    rope = is_rope(p, column)
+    for second_head in range_constexpr(2):
+        words = whole_piece(second if const_expr(second_head) else first, c.quad, rope)
+        if const_expr(p.heads % 64 == 0):
+            store_global_4(to + Int64(column * 2 + c.quad * 16 + second_head * 8192), *words)
+        else:
+            if c.head + c.h + 8 * second_head < p.heads:
+                store_global_4(to + Int64(column * 2 + c.quad * 16 + second_head * 8192), *words)
+
+
+@cute.jit
+def write_pairs(p: cutlass.Constexpr, c: cutlass.Constexpr, first: Any, second: Any, to: Any, column: Any) -> None:
+    """Writes a piece of 8 values of heads h and h + 8, two of them a thread."""
+    odd = (c.quad & 1) != 0
+    take = cutlass.select_(odd, Uint32(0x3276), Uint32(0x5410))
+    take = cutlass.select_(is_rope(p, column), Uint32(SECOND), take)
+    for second_head in range_constexpr(2):
+        word = second if const_expr(second_head) else first
+        word = permute(shuffle_xor(word, 1), word, take)
+        if c.head + c.h + 8 * second_head < p.heads:
+            store_global(to + Int64(column * 2 + c.quad * 4 + second_head * 8192), word)
+
+
+@cute.jit
+def write_sums(
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr, line: Any, sums: Any, column: Any
+) -> None:
+    """Writes float32 values of heads h and h + 8, two of each, in the order of dequantised values."""
+    to = arrays.out + (Int64(line) * p.heads + Int64(c.head + c.h)) * 2048 + Int64((column + 2 * c.quad) * 4)
+    if c.head + c.h < p.heads:
+        store_global_2(to, bits_of(sums[0]), bits_of(sums[1]))
+    if c.head + c.h + 8 < p.heads:
+        store_global_2(to + 16384, bits_of(sums[2]), bits_of(sums[3]))
+
+
+def is_rope(p: Profile, column: Any) -> Any:
+    """Whether values from a column on are in order as they are."""
+    return column >= 448 if p.data.kind == "footer" else Boolean(p.data.kind == "plain")
+
+
+def either(second: Any, x: Any, y: Any) -> Any:
+    """``y`` where ``second`` is ``SECOND``, ``x`` where it is ``FIRST``."""
+    return permute(x, y, second)
+
+
+def selector(condition: Any) -> Any:
+    return cutlass.select_(condition, Uint32(SECOND), Uint32(FIRST))
+
+
+def whole_piece(words: Any, quad: Any, rope: Any) -> Any:
+    """Of four pieces, of which the threads of a quad have a word each, the one of the thread's number, in order."""
+    odd, high = selector((quad & 1) != 0), selector((quad & 2) != 0)
+    got = shuffle_xor(either(odd, words[1], words[0]), 1)
+    a_0, a_1 = either(odd, words[0], got), either(odd, got, words[1])
+    got = shuffle_xor(either(odd, words[3], words[2]), 1)
+    b_0, b_1 = either(odd, words[2], got), either(odd, got, words[3])
+    got_0 = shuffle_xor(either(high, b_0, a_0), 2)
+    got_1 = shuffle_xor(either(high, b_1, a_1), 2)
+    x, y = either(high, a_0, got_0), either(high, a_1, got_1)
+    z, w = either(high, got_0, b_0), either(high, got_1, b_1)
+    # Values 1, 3, 0, 2 are in x and y.
+    low = cutlass.select_(rope, Uint32(SECOND), Uint32(0x5410))
+    top = cutlass.select_(rope, Uint32(FIRST), Uint32(0x7632))
+    return permute(y, x, low), permute(y, x, top), permute(w, z, low), permute(w, z, top)
