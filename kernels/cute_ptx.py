@@ -176,6 +176,12 @@ def store_global_4(at: Any, x: Any, y: Any, z: Any, w: Any, *, loc: Any = None, 
 
 
 @dsl_user_op
+def opaque(x: Any, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The same integer, of which the compiler knows nothing."""
+    return Int32(_asm(T.i32(), [(Int32, x)], "mov.b32 $0, $1;", "=r,r", True, loc, ip))
+
+
+@dsl_user_op
 def bits_of(x: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The word of a float32."""
     return Uint32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))

@@ -24,6 +24,7 @@ from ..cute_ptx import (
     map_shared,
     mbarrier_arrive,
     mbarrier_arrive_cluster,
+    opaque,
     pack_bf16x2,
     permute,
     store_shared,
@@ -63,24 +64,57 @@ def swizzled(at: Place, name: str, layout: Any) -> Any:
     return cute.make_tensor(cute.recast_ptr(buffer, cute.make_swizzle(3, 4, 3), BFloat16), layout)
 
 
+def logits_product() -> Any:
+    """Of queries and 64 keys; one for each use, since whether it accumulates is a value of where that is set."""
+    return product(64, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+
+
+def values_product(p: Profile) -> Any:
+    """Of weights and values, likewise."""
+    return product(min(p.values, 128), warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+
+
+class Logits:
+    """The product of queries and keys.
+
+    Attributes:
+        queries, keys, rope: operands, by step of 16 values; of keys by half of a block in the ring.
+        logits: of a block, two of head h and two of head h + 8 for each 8 keys.
+        factor_0, factor_1: of the two heads.
+    """
+
+    def __init__(self, p: Profile, at: Place, c: Cell, factor_0: Any, factor_1: Any):
+        mma = logits_product()
+        part = mma.get_slice(c.thread)
+        across, stages = p.data.width // 64, p.tuning.stages
+        queries = swizzled(at, "queries", cute.make_layout(((8, 8), (64, across)), stride=((64, 512), (1, 4096))))
+        keys = swizzled(at, "keys", cute.make_layout(((8, 8), (64, 4), stages), stride=((64, 512), (1, 4096), 16384)))
+        self.queries = mma.make_fragment_A(part.partition_A(queries))
+        self.keys = mma.make_fragment_B(part.partition_B(keys))
+        if p.data.width > 512:
+            rope = swizzled(at, "rope", cute.make_layout(((8, 8), (64, 1), 2), stride=((64, 512), (1, 4096), 4096)))
+            self.rope = mma.make_fragment_B(part.partition_B(rope))
+        self.logits = mma.make_fragment_C(mma.partition_shape_C((64, 64)))
+        self.factor_0, self.factor_1 = factor_0, factor_1
+
+
 class Sums:
     """The product of weights and values.
 
     Attributes:
-        mma: one step of it.
         values: of the ring of keys, by tile of 64 of them: ``(values, slots, tile)``.
         acc: the sums, four for each 8 values: two of head h, then two of head h + 8.
         weights: of a block.
     """
 
     def __init__(self, p: Profile, at: Place, c: Cell):
-        self.mma = product(min(p.values, 128), warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma = values_product(p)
         wide = p.values // 64
         layout = cute.make_layout(((64, wide), (8, 8), 4 * p.tuning.stages), stride=((1, 4096), (64, 512), 4096))
-        values = self.mma.get_slice(c.thread).partition_B(swizzled(at, "keys", layout))
-        self.values = self.mma.make_fragment_B(values)
-        self.acc = self.mma.make_fragment_C(self.mma.partition_shape_C((64, p.values)))
-        self.weights = self.mma.make_fragment_A(self.mma.partition_shape_A((64, 64)))
+        values = mma.get_slice(c.thread).partition_B(swizzled(at, "keys", layout))
+        self.values = mma.make_fragment_B(values)
+        self.acc = mma.make_fragment_C(mma.partition_shape_C((64, p.values)))
+        self.weights = mma.make_fragment_A(mma.partition_shape_A((64, 64)))
         for i in range(p.values // 2):
             self.acc[i] = Float32(0.0)
 
@@ -146,87 +180,45 @@ def attend_left(
         factor_0 = factor_0 * load_head(p, place, head, cell.h)
         factor_1 = factor_1 * load_head(p, place, head, cell.h + 8)
 
-    logits_mma = product(64, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
-    across, stages = p.data.width // 64, p.tuning.stages
-    queries = swizzled(at, "queries", cute.make_layout(((8, 8), (64, across)), stride=((64, 512), (1, 4096))))
-    keys = swizzled(at, "keys", cute.make_layout(((8, 8), (64, 4), stages), stride=((64, 512), (1, 4096), 16384)))
-    part_of_logits = logits_mma.get_slice(cell.thread)
-    query_parts = logits_mma.make_fragment_A(part_of_logits.partition_A(queries))
-    key_parts = logits_mma.make_fragment_B(part_of_logits.partition_B(keys))
-    if const_expr(p.data.width > 512):
-        rope = swizzled(at, "rope", cute.make_layout(((8, 8), (64, 1), 2), stride=((64, 512), (1, 4096), 4096)))
-        rope_parts = logits_mma.make_fragment_B(part_of_logits.partition_B(rope))
-    logits = logits_mma.make_fragment_C(logits_mma.partition_shape_C((64, 64)))
+    x = Logits(p, at, cell, factor_0, factor_1)
     sums = Sums(p, at, cell)
-    words = cute.recast_tensor(sums.weights, Uint32)
-
     top_0, top_1 = Float32(NONE), Float32(NONE)
     mass_0, mass_1 = Float32(0.0), Float32(0.0)
     barrier_sync(QUERIES_READY, 256)
     if const_expr(joins(p)):
         cute.arch.cluster_wait()
-    for j in cutlass.range(begin, end, unroll=1):
-        left_slot, left_phase = slot, phase
+    # The assembler makes products wait for each other in a loop whose number of rounds it knows.
+    begin, end = opaque(begin), opaque(end)
+    if begin < end:
+        multiply_left(p, at, x, slot, phase)
+        for j in cutlass.range(begin, end - 1, unroll=1):
+            left_slot = slot
+            right_slot, right_phase = advance(p, slot, phase)
+            slot, phase = advance(p, right_slot, right_phase)
+            turn = done + (j - begin)
+            multiply_right(p, at, x, right_slot, right_phase, turn)
+            top_0, top_1, mass_0, mass_1, decay_0, decay_1 = weigh(
+                p, at, cell, x, sums, turn, top_0, top_1, mass_0, mass_1
+            )
+            accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+            if const_expr(p.behind):
+                multiply_left(p, at, x, slot, phase)
+                warpgroup.wait_group(1)
+                give_back(p, at, cell, left_slot, right_slot)
+            else:
+                warpgroup.wait_group(0)
+                give_back(p, at, cell, left_slot, right_slot)
+                multiply_left(p, at, x, slot, phase)
+        left_slot = slot
         right_slot, right_phase = advance(p, slot, phase)
         slot, phase = advance(p, right_slot, right_phase)
-        bias = at.bias + ((done + (j - begin)) & 3) * 256 + cell.quad * 8
-        take_half(p, at, left_slot, left_phase)
-        warpgroup.fence()
-        for k in range_constexpr(16):
-            logits_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(logits_mma, logits, query_parts[None, None, k], key_parts[None, None, k, left_slot], logits)
-        take_half(p, at, right_slot, right_phase)
-        for k in range_constexpr(16):
-            at_k = key_parts[None, None, k, right_slot]
-            cute.gemm(logits_mma, logits, query_parts[None, None, k + 16], at_k, logits)
-        if const_expr(p.data.width > 512):
-            for k in range_constexpr(4):
-                at_k = rope_parts[None, None, k, (done + (j - begin)) & 1]
-                cute.gemm(logits_mma, logits, query_parts[None, None, k + 32], at_k, logits)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+        turn = done + (end - 1 - begin)
+        multiply_right(p, at, x, right_slot, right_phase, turn)
         if const_expr(p.splits > 1):
-            if j == end - 1:
-                announce(p, at, cell.lane)
-
-        # The smaller one of a logit and of minus infinity is that even where the logit is NaN; beside infinity NaN
-        # becomes infinity, of which the exponential makes NaN again.
-        new_0, new_1 = Float32(NONE), Float32(NONE)
-        for i in range_constexpr(8):
-            if const_expr(not p.plainly_scaled):
-                for n in range_constexpr(2):
-                    logits[4 * i + n] = logits[4 * i + n] * factor_0
-                    logits[4 * i + n + 2] = logits[4 * i + n + 2] * factor_1
-            bounds = [float_of(x) for x in load_shared_2(bias + 32 * i)]
-            for n in range_constexpr(4):
-                logits[4 * i + n] = cute.arch.fmin(logits[4 * i + n], bounds[n % 2])
-            new_0 = cute.arch.fmax(new_0, cute.arch.fmax(logits[4 * i], logits[4 * i + 1]))
-            new_1 = cute.arch.fmax(new_1, cute.arch.fmax(logits[4 * i + 2], logits[4 * i + 3]))
-        new_0, new_1 = largest_of_quad(new_0), largest_of_quad(new_1)
-        by_0, by_1 = Float32(1.0), Float32(1.0)
-        if const_expr(p.plainly_scaled):  # a positive factor leaves the order, and goes into the exponent
-            by_0, by_1 = factor_0, factor_1
-            new_0, new_1 = new_0 * factor_0, new_1 * factor_1
-        new_0, new_1 = cute.arch.fmax(top_0, new_0), cute.arch.fmax(top_1, new_1)
-        origin_0, origin_1 = origin(new_0), origin(new_1)
-        decay_0, decay_1 = exp2(top_0 - origin_0), exp2(top_1 - origin_1)
-        top_0, top_1 = new_0, new_1
-        sum_0, sum_1 = Float32(0.0), Float32(0.0)
-        for i in range_constexpr(8):
-            a, b = [exp2(logits[4 * i + n] * by_0 - origin_0) for n in (0, 1)]
-            c, d = [exp2(logits[4 * i + n] * by_1 - origin_1) for n in (2, 3)]
-            sum_0 = sum_0 + (a + b)
-            sum_1 = sum_1 + (c + d)
-            words[2 * i], words[2 * i + 1] = pack_bf16x2(a, b), pack_bf16x2(c, d)
-        mass_0 = mass_0 * decay_0 + sum_0
-        mass_1 = mass_1 * decay_1 + sum_1
-        barrier_sync(WEIGHTS_FREE, 256)
-        for i in range_constexpr(4):
-            to = at.weights + 2048 * i + cell.thread * 16
-            store_shared_4(to, *[words[4 * i + n] for n in range(4)])
-        store_for_quad(at, cell, decay_0, decay_1)
-        barrier_arrive(WEIGHTS_READY, 256)
+            announce(p, at, cell.lane)
+        top_0, top_1, mass_0, mass_1, decay_0, decay_1 = weigh(p, at, cell, x, sums, turn, top_0, top_1, mass_0, mass_1)
         accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+        warpgroup.wait_group(0)
         give_back(p, at, cell, left_slot, right_slot)
 
     if const_expr(p.splits > 1):
@@ -285,6 +277,7 @@ def attend_right(
         if const_expr(p.value_parts > 1):
             take_half(p, at, left_slot, left_phase)
         accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+        warpgroup.wait_group(0)
         give_back(p, at, cell, left_slot, right_slot)
     if const_expr(p.splits == 1):
         barrier_sync(WEIGHTS_READY, 256)
@@ -293,6 +286,96 @@ def attend_right(
     else:
         merge(p, at, arrays, cell, sums.acc, (), ())
     return slot, phase, done
+
+
+@cute.jit
+def multiply_left(p: cutlass.Constexpr, at: cutlass.Constexpr, x: cutlass.Constexpr, slot: Any, phase: Any) -> None:
+    """Starts the product of queries and the left half of a block, once it is there."""
+    take_half(p, at, slot, phase)
+    mma = logits_product()
+    warpgroup.fence()
+    for k in range_constexpr(16):
+        mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+        cute.gemm(mma, x.logits, x.queries[None, None, k], x.keys[None, None, k, slot], x.logits)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def multiply_right(
+    p: cutlass.Constexpr, at: cutlass.Constexpr, x: cutlass.Constexpr, slot: Any, phase: Any, turn: Any
+) -> None:
+    """Adds the product of queries and the right half of a block, the one of a number; completes the logits."""
+    take_half(p, at, slot, phase)
+    mma = logits_product()
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.fence()
+    for k in range_constexpr(16):
+        cute.gemm(mma, x.logits, x.queries[None, None, k + 16], x.keys[None, None, k, slot], x.logits)
+    if const_expr(p.data.width > 512):
+        for k in range_constexpr(4):
+            cute.gemm(mma, x.logits, x.queries[None, None, k + 32], x.rope[None, None, k, turn & 1], x.logits)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def weigh(
+    p: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    x: cutlass.Constexpr,
+    sums: cutlass.Constexpr,
+    turn: Any,
+    top_0: Any,
+    top_1: Any,
+    mass_0: Any,
+    mass_1: Any,
+) -> Any:
+    """The weights of a block, for both consumers.
+
+    Returns the largest logits and the masses of heads h and h + 8 with it, and by what earlier sums decay.
+    """
+    logits = x.logits
+    words = cute.recast_tensor(sums.weights, Uint32)
+    bounds = at.bias + (turn & 3) * 256 + c.quad * 8
+    # The smaller one of a logit and of minus infinity is that even where the logit is NaN; beside infinity NaN
+    # becomes infinity, of which the exponential makes NaN again.
+    new_0, new_1 = Float32(NONE), Float32(NONE)
+    for i in range_constexpr(8):
+        if const_expr(not p.plainly_scaled):
+            for n in range_constexpr(2):
+                logits[4 * i + n] = logits[4 * i + n] * x.factor_0
+                logits[4 * i + n + 2] = logits[4 * i + n + 2] * x.factor_1
+        least = [float_of(word) for word in load_shared_2(bounds + 32 * i)]
+        for n in range_constexpr(4):
+            logits[4 * i + n] = cute.arch.fmin(logits[4 * i + n], least[n % 2])
+        new_0 = cute.arch.fmax(new_0, cute.arch.fmax(logits[4 * i], logits[4 * i + 1]))
+        new_1 = cute.arch.fmax(new_1, cute.arch.fmax(logits[4 * i + 2], logits[4 * i + 3]))
+    new_0, new_1 = largest_of_quad(new_0), largest_of_quad(new_1)
+    by_0, by_1 = Float32(1.0), Float32(1.0)
+    if const_expr(p.plainly_scaled):  # a positive factor leaves the order, and goes into the exponent
+        by_0, by_1 = x.factor_0, x.factor_1
+        new_0, new_1 = new_0 * x.factor_0, new_1 * x.factor_1
+    new_0, new_1 = cute.arch.fmax(top_0, new_0), cute.arch.fmax(top_1, new_1)
+    origin_0, origin_1 = origin(new_0), origin(new_1)
+    decay_0, decay_1 = exp2(top_0 - origin_0), exp2(top_1 - origin_1)
+    top_0, top_1 = new_0, new_1
+    sum_0, sum_1 = Float32(0.0), Float32(0.0)
+    for i in range_constexpr(8):
+        e, f = [exp2(logits[4 * i + n] * by_0 - origin_0) for n in (0, 1)]
+        g, h = [exp2(logits[4 * i + n] * by_1 - origin_1) for n in (2, 3)]
+        sum_0 = sum_0 + (e + f)
+        sum_1 = sum_1 + (g + h)
+        words[2 * i], words[2 * i + 1] = pack_bf16x2(e, f), pack_bf16x2(g, h)
+    mass_0 = mass_0 * decay_0 + sum_0
+    mass_1 = mass_1 * decay_1 + sum_1
+    barrier_sync(WEIGHTS_FREE, 256)
+    for i in range_constexpr(4):
+        to = at.weights + 2048 * i + c.thread * 16
+        store_shared_4(to, *[words[4 * i + n] for n in range(4)])
+    store_for_quad(at, c, decay_0, decay_1)
+    barrier_arrive(WEIGHTS_READY, 256)
+    return top_0, top_1, mass_0, mass_1, decay_0, decay_1
 
 
 @cute.jit
@@ -338,7 +421,7 @@ def accumulate(
     left_slot: Any,
     right_slot: Any,
 ) -> None:
-    """Adds weights times values to what is left of earlier sums."""
+    """Starts adding weights times values to what is left of earlier sums."""
     acc = sums.acc
     for i in range_constexpr(p.values // 8):
         acc[4 * i] = acc[4 * i] * decay_0
@@ -346,12 +429,12 @@ def accumulate(
         acc[4 * i + 2] = acc[4 * i + 2] * decay_1
         acc[4 * i + 3] = acc[4 * i + 3] * decay_1
     tile = value_tile(p, c, left_slot, right_slot)
+    mma = values_product(p)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.fence()
-    sums.mma.set(warpgroup.Field.ACCUMULATE, True)
     for k in range_constexpr(4):
-        cute.gemm(sums.mma, acc, sums.weights[None, None, k], sums.values[None, None, k, tile], acc)
+        cute.gemm(mma, acc, sums.weights[None, None, k], sums.values[None, None, k, tile], acc)
     warpgroup.commit_group()
-    warpgroup.wait_group(0)
 
 
 @cute.jit
