@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,18 +76,24 @@ def packed(case: str, rows: int | None = None, capability: int = 90) -> str:
         return jax.jit(pack).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def resources(module: bytes) -> list[dict[str, int]]:
-    """What each kernel takes of a multiprocessor, by the GPU's binary in their object file."""
+def dumped(module: bytes, option: str) -> str:
+    """What the assembler's tool says of the GPU's binary in an object file."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "kernel.cubin"
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.cubin"
         file.write_bytes(module[module.index(ELF, len(ELF)) :])
-        done = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True)
-    found = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout + done.stderr)
+        done = subprocess.run([str(tool), option, str(file)], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def resources(module: bytes) -> list[dict[str, int]]:
+    """What each kernel takes of a multiprocessor."""
+    said = dumped(module, "-res-usage")
+    found = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", said)
     if not found or len(found) % 4:
-        raise AssertionError(f"Expected cuobjdump to state the resources of kernels: {done.stdout}{done.stderr}")
+        raise AssertionError(f"Expected cuobjdump to state the resources of kernels: {said}")
     return [{name: int(number) for name, number in found[i : i + 4]} for i in range(0, len(found), 4)]
 
 
@@ -138,3 +145,37 @@ def test_an_architecture_that_it_is_not_written_for() -> None:
         pytest.raises(ValueError, match="cute of kv_pack cannot run: is written"),
     ):
         kernels.kv_pack(jnp.ones((1, 512)), [0], layout.zeros(1), layout=layout, implementation="cute")
+
+
+@pytest.mark.parametrize(("name", "rows"), [("v4-flash-csa", 128), ("v3.2", 64)])
+def test_products_do_not_wait_for_each_other(name: str, rows: int) -> None:
+    """The assembler makes every product wait for the one before where it does not see through the loop, here with a
+    number of rounds that is known."""
+    shape = ATTENTION[name]
+    call = functools.partial(attend, shape, shape.heads, implementation="cute")
+    given = [None if len(x.shape) == 1 else x for x in arguments(shape, rows, shape.heads)]  # no lengths
+    with kernels.target(compute_capability=90):
+        jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",))
+    (module,) = cute_cache._memory.values()
+    code = dumped(module, "-sass")
+    assert code.count("HGMMA") > 80
+    assert code.count("WARPGROUP.DEPBAR") <= 6
+
+
+@pytest.mark.parametrize(("rows", "count"), [(128, 1), (64, 1), (16, 2)])
+def test_codes_of_many_rows_take_no_second_kernel(rows: int, count: int) -> None:
+    shape = ATTENTION["v4-flash-csa"]
+    epilogue = kernels.Epilogue(jnp.zeros((rows, 64)), groups=shape.groups, scale_form="ue8m0")
+
+    def call(q: jax.Array, pool: jax.Array, slots: jax.Array, extra: jax.Array, more: jax.Array) -> Any:
+        given = (extra, shape.extra_layout, more, None)
+        options = {"layout": shape.layout, "scale": shape.scale, "implementation": "cute"}
+        return kernels.sparse_mla(q, pool, slots, extra=given, epilogue=epilogue, **options)
+
+    given = [x for x in arguments(shape, rows, shape.heads) if len(x.shape) > 1]
+    with kernels.target(compute_capability=90):
+        jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",))
+    (module,) = cute_cache._memory.values()
+    used = resources(module)
+    assert len(used) == count
+    assert all(kernel["STACK"] == kernel["LOCAL"] == 0 for kernel in used), used

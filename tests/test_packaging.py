@@ -45,7 +45,7 @@ def test_p5_optional_packages_are_never_imported(tmp_path):
         "import pkgutil, importlib, jmla\n"
         "names = [m.name for m in pkgutil.walk_packages(jmla.__path__, 'jmla.')]\n"
         "# Kernels are imported at a call.\n"
-        "cute = ['kernel', 'place', 'gather', 'consume', 'output', 'merge', 'finish', 'ptx']\n"
+        "cute = ['kernel', 'place', 'gather', 'consume', 'output', 'merge', 'codes', 'finish', 'ptx']\n"
         "kernels = ('.triton', '.quant_triton', '.gluon', '.cute', *('.cute_' + x for x in cute))\n"
         "names = [name for name in names if not name.endswith(('__main__', '.bench.empty', *kernels))]\n"
         "[importlib.import_module(n) for n in names]\n"

@@ -19,12 +19,28 @@ class Measured(NamedTuple):
 
 
 MEASURED = (  # forms whose checks were run on the device too; others are not chosen
-    Measured("v4-flash-csa", 1, 10.4, 10.4),
-    Measured("v4-flash-csa", 8, 15.9, 12.5),
-    Measured("v4-flash-csa", 16, 23.2, 15.3),
-    Measured("v4-flash-csa", 32, 18.8, 19.6),
-    Measured("v4-flash-csa", 64, 17.8, 27.0),
-    Measured("v4-flash-csa", 128, 28.7, 34.9),
+    Measured("v3.2", 1, 12.4, 12.9),
+    Measured("v3.2", 4, 16.4, 16.9),
+    Measured("v3.2", 8, 21.6, 21.9),
+    Measured("v3.2", 16, 31.6, 33.4),
+    Measured("v3.2", 32, 47.1, 56.0),
+    Measured("v3.2", 64, 84.3, 98.7),
+    Measured("v3.2", 128, 167.4, 187.4),
+    Measured("v4-flash-csa", 1, 8.5, 10.3),
+    Measured("v4-flash-csa", 8, 11.4, 12.5),
+    Measured("v4-flash-csa", 16, 13.9, 15.3),
+    Measured("v4-flash-csa", 32, 16.5, 19.6),
+    Measured("v4-flash-csa", 64, 19.6, 27.0),
+    Measured("v4-flash-csa", 128, 29.2, 34.9),
+    Measured("v4-flash-csa", 256, 56.3, 66.6),
+    Measured("v4-pro-csa", 1, 11.1, 12.6),
+    Measured("v4-pro-csa", 8, 16.8, 18.5),
+    Measured("v4-pro-csa", 32, 27.9, 36.5),
+    Measured("v4-pro-csa", 64, 44.8, 54.3),
+    Measured("v4-pro-csa", 128, 85.3, 104.2),
+    Measured("v4-flash-hca", 1, 15.7, 19.7),
+    Measured("v4-flash-hca", 8, 31.5, 36.8),
+    Measured("v4-flash-hca", 64, 148.0, 181.1),
 )
 
 

@@ -27,7 +27,6 @@ def _sparse_mla(
     deterministic: bool | None = None,
     tuning: cute_plan.Tuning | None = None,
     shares: tuple[int, ...] | None = None,
-    paired: bool | None = None,
 ) -> tuple[Any, jax.Array]:
     rows, heads, _ = q.shape
     some = [source for source in sources if source.indices.shape[1]]
@@ -59,7 +58,6 @@ def _sparse_mla(
         deterministic=deterministic,
         tuning=tuning,
         shares=shares,
-        paired=paired,
     )
     operands: list[Any] = [q]
     for i in range(2):

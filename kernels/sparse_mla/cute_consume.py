@@ -21,9 +21,8 @@ from ..cute_ptx import (
     load_shared,
     load_shared_2,
     load_shared_4,
-    map_shared,
     mbarrier_arrive,
-    mbarrier_arrive_cluster,
+    mbarrier_wait,
     opaque,
     pack_bf16x2,
     permute,
@@ -31,6 +30,7 @@ from ..cute_ptx import (
     store_shared_4,
     thread_index,
 )
+from .cute_codes import write_units
 from .cute_merge import announce, merge
 from .cute_output import Cell, line_of, load_head, share_of_head, write_all, write_lse
 from .cute_place import (
@@ -38,13 +38,11 @@ from .cute_place import (
     TILE,
     Place,
     advance,
-    joins,
     largest_of_quad,
     origin,
     row_of,
     share_of,
     sum_of_quad,
-    wait_for,
 )
 from .cute_plan import Profile
 from .forms import LOG2E
@@ -169,7 +167,7 @@ def attend_left(
     done: Any,
 ) -> Any:
     """The first consumer: logits, softmax, and the first half of the values, see ``each_tile``."""
-    row, head, part, group = row_of(p, at, tile)
+    row, head, part, group = row_of(p, tile)
     load_queries(p, at, arrays.q, row, head)
     _, _, _, begin, end = share_of(p, at, arrays.lengths, row, group)
     cell = Cell(0, row, head, part, group)
@@ -185,7 +183,7 @@ def attend_left(
     top_0, top_1 = Float32(NONE), Float32(NONE)
     mass_0, mass_1 = Float32(0.0), Float32(0.0)
     barrier_sync(QUERIES_READY, 256)
-    if const_expr(joins(p)):
+    if const_expr(p.splits > 1):
         cute.arch.cluster_wait()
     # The assembler makes products wait for each other in a loop whose number of rounds it knows.
     begin, end = opaque(begin), opaque(end)
@@ -235,7 +233,10 @@ def attend_left(
         if part == 0 and cell.quad == 0:
             write_lse(p, arrays.lse, line, head, cell.h, top_0, mass_0, p.partial)
             write_lse(p, arrays.lse, line, head, cell.h + 8, top_1, mass_1, p.partial)
-        write_all(p, arrays, cell, line, sums.acc, share_0, share_1)
+        if const_expr(p.fused):
+            write_units(p, arrays, cell, sums.acc, share_0, share_1)
+        else:
+            write_all(p, arrays, cell, line, sums.acc, share_0, share_1)
     else:
         merge(p, at, arrays, cell, sums.acc, (top_0, mass_0), (top_1, mass_1))
     return slot, phase, done + (end - begin)
@@ -252,11 +253,11 @@ def attend_right(
     done: Any,
 ) -> Any:
     """The second consumer: the second half of the values, see ``each_tile``."""
-    row, head, part, group = row_of(p, at, tile)
+    row, head, part, group = row_of(p, tile)
     load_queries(p, at, arrays.q, row, head)
     barrier_arrive(QUERIES_READY, 256)
     barrier_arrive(WEIGHTS_FREE, 256)
-    if const_expr(joins(p)):
+    if const_expr(p.splits > 1):
         cute.arch.cluster_wait()
     _, _, _, begin, end = share_of(p, at, arrays.lengths, row, group)
     cell = Cell(1, row, head, part, group)
@@ -282,7 +283,10 @@ def attend_right(
     if const_expr(p.splits == 1):
         barrier_sync(WEIGHTS_READY, 256)
         share_0, share_1 = load_for_quad(at, cell)
-        write_all(p, arrays, cell, line_of(p, cell), sums.acc, share_0, share_1)
+        if const_expr(p.fused):
+            write_units(p, arrays, cell, sums.acc, share_0, share_1)
+        else:
+            write_all(p, arrays, cell, line_of(p, cell), sums.acc, share_0, share_1)
     else:
         merge(p, at, arrays, cell, sums.acc, (), ())
     return slot, phase, done
@@ -381,7 +385,7 @@ def weigh(
 @cute.jit
 def take_half(p: cutlass.Constexpr, at: cutlass.Constexpr, slot: Any, phase: Any) -> None:
     """Waits for half a block."""
-    wait_for(p, at.full + 8 * slot, phase)
+    mbarrier_wait(at.full + 8 * slot, phase)
     if const_expr(p.tuning.reader_fences):
         fence_async_shared()
 
@@ -391,14 +395,11 @@ def give_back(
     p: cutlass.Constexpr, at: cutlass.Constexpr, c: cutlass.Constexpr, left_slot: Any, right_slot: Any
 ) -> None:
     """A warp needs no more of the halves that it was the last one to read."""
-    if c.lane < p.pair:
-        empty, arrive = at.empty, mbarrier_arrive
-        if const_expr(p.paired):  # for the producers of both CTAs, which write to both
-            empty, arrive = map_shared(at.empty, at.share * 2 + c.lane), mbarrier_arrive_cluster
+    if c.lane == 0:
         if const_expr(p.value_parts > 1 or c.consumer == 0):
-            arrive(empty + 8 * left_slot)
+            mbarrier_arrive(at.empty + 8 * left_slot)
         if const_expr(p.value_parts > 1 or c.consumer == 1):
-            arrive(empty + 8 * right_slot)
+            mbarrier_arrive(at.empty + 8 * right_slot)
 
 
 def value_tile(p: Profile, c: Cell, left_slot: Any, right_slot: Any) -> Any:

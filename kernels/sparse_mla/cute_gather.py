@@ -22,17 +22,16 @@ from ..cute_ptx import (
     load_shared_2,
     load_shared_4,
     mbarrier_arrive,
-    mbarrier_expect,
+    mbarrier_wait,
     multiply_bf16x2,
     pack_bf16x2,
-    send_4,
     store_shared,
     store_shared_4,
     sync_warp,
     thread_index,
     wait_copies,
 )
-from .cute_place import NONE, TILE, Place, advance, joins, magnitude, row_of, share_of, wait_for
+from .cute_place import NONE, TILE, Place, advance, magnitude, row_of, share_of
 from .cute_plan import Profile
 
 PIECE = 4096  # bytes of one piece of 16 bytes of each producer thread
@@ -43,32 +42,18 @@ class Thread:
 
     Attributes:
         number: of the thread.
-        row: that it gathers, of those that the CTA gathers.
-        lane: slot of a block that the row is.
-        far: slot of a block whose row the other CTA of a pair gathers.
+        lane: slot of a block whose row it gathers.
         part: 16 bytes of each 64.
-        side: 64 bytes of each 128, in a pair.
         codes: where values of its codes go in a tile: 32 bytes, the second half at ^ 16.
         rope: where its RoPE values go, 16 bytes.
     """
 
-    def __init__(self, p: Profile, at: Place):
+    def __init__(self) -> None:
         self.number = thread_index() - 256
         self.part = self.number & 3
-        if p.paired:
-            # Eight lanes that store at a time have two rows each, whose places lie in different banks.
-            lane = self.number & 31
-            self.side = (lane >> 3) & 1
-            self.row = ((self.number >> 5) << 2) + ((lane >> 4) << 1) + ((lane >> 2) & 1)
-            self.lane = at.member * 32 + self.row
-            self.far = self.lane ^ 32
-        else:
-            self.side, self.row = Int32(0), self.number >> 2
-            self.lane = self.far = self.row
+        self.lane = self.number >> 2
         self.codes = self.lane * 128 + (((2 * self.part) ^ (self.lane & 7)) << 4)
         self.rope = self.lane * 128 + ((self.part ^ (self.lane & 7)) << 4)
-        if p.paired:
-            self.codes = self.codes + self.side * TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +92,8 @@ def gather(
     registers, and its room is filled anew at once.
     """
     units = p.tuning.units
-    t = Thread(p, at)
-    row, _, _, group = row_of(p, at, tile)
+    t = Thread()
+    row, _, _, group = row_of(p, tile)
     counts_0, counts_1, blocks_0, begin, end = share_of(p, at, arrays.lengths, row, group)
     indices = tuple(arrays.indices[i] + Int64(row) * (4 * p.sources[i].columns) for i in range(len(p.sources)))
     r = Row(indices, (counts_0, counts_1), blocks_0, begin, end, done)
@@ -124,7 +109,7 @@ def gather(
     for unit in range_constexpr(units):
         source, size = issue(p, at, arrays, t, r, begin + unit // p.units, room, unit % p.units, source, size)
         room = room + PIECE * p.unit
-    if const_expr(joins(p)):
+    if const_expr(p.splits > 1):
         sync_warp()
         cute.arch.cluster_wait()
     room = raw
@@ -133,8 +118,7 @@ def gather(
         scale_1 = Uint32(0)
         large = Int32(0)
         half = at.keys + slot * (4 * TILE)
-        full = at.full + 8 * slot
-        scales = at.scales + (((j - begin) & (p.depth - 1)) * p.gathered + t.row) * p.data.scale_bytes
+        scales = at.scales + (((j - begin) & (p.depth - 1)) * 64 + t.lane) * p.data.scale_bytes
         rope = at.rope + ((done + (j - begin)) & 1) * TILE + t.rope
         for k in range_constexpr(p.units):
             wait_copies(units - 1)
@@ -153,19 +137,18 @@ def gather(
             if room == raw + units * (PIECE * p.unit):
                 room = raw
             if const_expr(k == 0):
-                wait_for(p, at.empty + 8 * slot, phase)
+                mbarrier_wait(at.empty + 8 * slot, phase)
             for i in range_constexpr(p.unit):
                 piece = k * p.unit + i
                 if const_expr(piece == p.left):
-                    slot, phase = hand_over(p, at, t, slot, phase, 4)
+                    slot, phase = hand_over(p, at, t, slot, phase)
                     half = at.keys + slot * (4 * TILE)
-                    full = at.full + 8 * slot
-                    wait_for(p, at.empty + 8 * slot, phase)
+                    mbarrier_wait(at.empty + 8 * slot, phase)
                 scale = scales
                 if const_expr(p.data.kind == "footer"):
                     scale = scale_0 if const_expr(piece < p.left) else scale_1
-                place_piece(p, at, t, piece, words[i], scale, large, half, rope, full)
-        slot, phase = hand_over(p, at, t, slot, phase, p.data.width // 64 - 4)
+                place_piece(p, t, piece, words[i], scale, large, half, rope)
+        slot, phase = hand_over(p, at, t, slot, phase)
     wait_copies(0)
     return slot, phase, done + (end - begin)
 
@@ -173,7 +156,6 @@ def gather(
 @cute.jit
 def place_piece(
     p: cutlass.Constexpr,
-    at: cutlass.Constexpr,
     t: cutlass.Constexpr,
     piece: cutlass.Constexpr,
     words: Any,
@@ -181,94 +163,39 @@ def place_piece(
     large: Any,
     half: Any,
     rope: Any,
-    full: Any,
 ) -> None:
     """Stores the values of a piece; ``scale`` holds those of a half, or is the address of those of a row."""
-    tile = piece * p.pair
-    to = half + t.codes + tile % 4 * TILE
     if const_expr(p.data.kind == "plain"):
         place = t.rope ^ (64 * (piece % 2))
         if const_expr(piece < 16):
             store_shared_4(half + place + piece // 2 % 4 * TILE, *words)
         else:
             store_shared_4(rope ^ (64 * (piece % 2)), *words)
-    elif const_expr(tile + p.pair <= p.data.codes):
-        put_codes(p, at, t, tile, words, scale, large, to, full)
+    elif const_expr(piece < p.data.codes):
+        to = half + t.codes + piece % 4 * TILE
+        values = dequantised(p, piece, words, scale, large)
+        store_shared_4(to, *values[:4])
+        store_shared_4(to ^ 16, *values[4:])
     elif const_expr(p.data.kind == "inline"):
-        if const_expr(p.paired):
-            put(p, at, rope ^ (t.side << 6), words, full)
-        else:
-            put(p, at, rope ^ (64 * (tile - 8)), words, full)
-    elif const_expr(not p.paired):
-        put(p, at, half + (t.rope ^ (64 * (tile - 7))) + 3 * TILE, words, full)
-    elif const_expr(tile == 6):  # on one side still codes
-        if t.side == 0:
-            put_codes(p, at, t, tile, words, scale, large, to, full)
-        else:
-            put(p, at, half + t.rope + 3 * TILE, words, full)
+        store_shared_4(rope ^ (64 * (piece - 8)), *words)
     else:
-        if t.side == 0:
-            put(p, at, half + (t.rope ^ 64) + 3 * TILE, words, full)
+        store_shared_4(half + (t.rope ^ (64 * (piece - 7))) + 3 * TILE, *words)
 
 
 @cute.jit
-def put_codes(
-    p: cutlass.Constexpr,
-    at: cutlass.Constexpr,
-    t: cutlass.Constexpr,
-    tile: cutlass.Constexpr,
-    words: Any,
-    scale: Any,
-    large: Any,
-    to: Any,
-    full: Any,
-) -> None:
-    """Stores the values of 16 codes."""
-    values = dequantised(p, t, tile, words, scale, large)
-    put(p, at, to, values[:4], full)
-    put(p, at, to ^ 16, values[4:], full)
-
-
-@cute.jit
-def put(p: cutlass.Constexpr, at: cutlass.Constexpr, to: Any, words: Any, full: Any) -> None:
-    """Stores 16 bytes, in a pair for both CTAs."""
-    store_shared_4(to, *words)
-    if const_expr(p.paired):
-        send_4(to + at.other, *words, full + at.other)
-
-
-@cute.jit
-def hand_over(
-    p: cutlass.Constexpr, at: cutlass.Constexpr, t: cutlass.Constexpr, slot: Any, phase: Any, tiles: cutlass.Constexpr
-) -> Any:
-    """Half a block, of so many tiles, is there, but for what the other CTA of a pair sends."""
+def hand_over(p: cutlass.Constexpr, at: cutlass.Constexpr, t: cutlass.Constexpr, slot: Any, phase: Any) -> Any:
+    """Half a block is there."""
     if const_expr(not p.tuning.reader_fences):
         fence_async_shared()
     sync_warp()
-    if const_expr(p.paired):
-        if t.number == 0:
-            mbarrier_expect(at.full + 8 * slot, tiles * TILE // 2)
-        elif t.number & 31 == 0:
-            mbarrier_arrive(at.full + 8 * slot)
-    else:
-        if t.number & 31 == 0:
-            mbarrier_arrive(at.full + 8 * slot)
+    if t.number & 31 == 0:
+        mbarrier_arrive(at.full + 8 * slot)
     return advance(p, slot, phase)
 
 
-def slot_at(p: Profile, at: Place, r: Row, block: Any, lane: Any) -> Any:
-    """The address of a slot of a block."""
-    return at.slots + ((block - r.begin) & (p.depth - 1)) * 256 + lane * 4
-
-
-@cute.jit
-def shown_lane(p: cutlass.Constexpr, t: cutlass.Constexpr) -> Any:
-    """The slot of a block that a thread copies, and shows the consumers whether it takes part."""
-    lane = t.lane
-    if const_expr(p.paired):
-        if t.part == 1:
-            lane = t.far
-    return lane
+def slot_at(p: Profile, at: Place, t: Thread, r: Row, block: Any) -> Any:
+    """The address of the thread's slot of a block."""
+    return at.slots + ((block - r.begin) & (p.depth - 1)) * 256 + t.lane * 4
 
 
 @cute.jit
@@ -276,10 +203,9 @@ def copy_slot(
     p: cutlass.Constexpr, at: cutlass.Constexpr, t: cutlass.Constexpr, r: cutlass.Constexpr, block: Any
 ) -> None:
     """Starts the copy of the slots of a block that the warp needs; columns that do not exist are not read."""
-    lane = shown_lane(p, t)
-    if t.part < p.pair and t.side == 0 and block < r.end:
-        to = slot_at(p, at, r, block, lane)
-        column = block * 64 + lane
+    if t.part < 1 and block < r.end:  # "== 0" compiles to other code in one form
+        to = slot_at(p, at, t, r, block)
+        column = block * 64 + t.lane
         in_source(p, r, block, functools.partial(copy_index, p, r, to, column), None)
 
 
@@ -312,18 +238,12 @@ def issue(
         if const_expr(unit == 0):
             scales = Int64(0)
             source, scales, size = locate(p, at, arrays, t, r, block)
-            shown = size
-            if const_expr(p.paired):
-                if t.part == 1:
-                    shown = takes_part(p, at, r, block, t.far)
-            if t.part < p.pair and t.side == 0:
+            if t.part == 0:
                 bias = Float32(-NONE)
-                if shown == 0:
+                if size == 0:
                     bias = Float32(NONE)
-                lane = shown_lane(p, t)
-                store_shared(at.bias + ((r.done + (block - r.begin)) & 3) * 256 + lane * 4, bits_of(bias))
-            if t.part == 0 and t.side == 0:
-                place = ((block - r.begin) & (p.depth - 1)) * p.gathered + t.row
+                store_shared(at.bias + ((r.done + (block - r.begin)) & 3) * 256 + t.lane * 4, bits_of(bias))
+                place = ((block - r.begin) & (p.depth - 1)) * 64 + t.lane
                 if const_expr(p.data.kind == "inline"):
                     copy_16(at.scales + place * 16, scales, size)
                 elif const_expr(p.data.kind == "footer"):
@@ -331,13 +251,10 @@ def issue(
             copy_slot(p, at, t, r, block + p.ahead)
         for i in range_constexpr(p.unit):
             piece = p.unit * unit + i
-            offset = piece * (64 * p.pair)
+            offset = piece * 64
             if const_expr(p.data.kind == "inline" and offset >= 512):
                 offset = offset + 16
-            if const_expr(p.paired and p.data.kind == "footer" and piece == 4):  # there are 36 parts of 16 bytes
-                copy_16(room + PIECE * i, source + offset, cutlass.select_(t.side == 0, size, Int32(0)))
-            else:
-                copy_16(room + PIECE * i, source + offset, size)
+            copy_16(room + PIECE * i, source + offset, size)
     commit_copies()
     return source, size
 
@@ -370,7 +287,7 @@ def locate(
     block: Any,
 ) -> Any:
     """Of a row of a block: addresses of the thread's bytes and of the scales, and 16, or 0 if it takes no part."""
-    slot = load_shared(slot_at(p, at, r, block, t.lane))
+    slot = load_shared(slot_at(p, at, t, r, block))
     column = block * 64 + t.lane
     nowhere = (arrays.pools[0], arrays.pools[0], Int32(0))
     return in_source(p, r, block, functools.partial(locate_in, p, arrays, t, r, slot, column), nowhere)
@@ -394,23 +311,6 @@ def locate_in(
     return source, scales, size
 
 
-@cute.jit
-def takes_part(p: cutlass.Constexpr, at: cutlass.Constexpr, r: cutlass.Constexpr, block: Any, lane: Any) -> Any:
-    """Not 0 if a slot of a block takes part."""
-    slot = load_shared(slot_at(p, at, r, block, lane))
-    column = block * 64 + lane
-    return in_source(p, r, block, functools.partial(takes_part_in, p, r, slot, column), Int32(0))
-
-
-@cute.jit
-def takes_part_in(p: cutlass.Constexpr, r: cutlass.Constexpr, slot: Any, column: Any, i: cutlass.Constexpr) -> Any:
-    """``takes_part`` for a slot of source i: ``locate_in`` with no use of the addresses compiles to more."""
-    taken = Int32(0)
-    if slot < Uint32(p.sources[i].capacity) and column_in(r, i, column) < r.counts[i]:
-        taken = Int32(16)
-    return taken
-
-
 def addresses(p: Profile, source: int, pool: Any, slot: Any, t: Thread) -> tuple[Any, Any]:
     """Addresses of a thread's bytes of a row, and of its scales."""
     form = p.sources[source]
@@ -419,7 +319,7 @@ def addresses(p: Profile, source: int, pool: Any, slot: Any, t: Thread) -> tuple
     start = pool + Int64(page) * Int64(form.page_stride)
     place = offset * p.data.row_bytes
     scales = offset * 8 + form.footer if p.data.kind == "footer" else place + 512
-    return start + Int64(place + t.part * 16 + t.side * 64), start + Int64(scales)
+    return start + Int64(place + t.part * 16), start + Int64(scales)
 
 
 def exceeds(scales: Any) -> Any:
@@ -436,10 +336,8 @@ def exceeds_inline(scales: Any) -> Any:
 
 
 @cute.jit
-def dequantised(
-    p: cutlass.Constexpr, t: cutlass.Constexpr, tile: cutlass.Constexpr, words: Any, scale: Any, large: Any
-) -> Any:
-    """The bf16 values of 16 codes, two a word; in a pair half of the threads have the tile after ``tile``."""
+def dequantised(p: cutlass.Constexpr, piece: cutlass.Constexpr, words: Any, scale: Any, large: Any) -> Any:
+    """The bf16 values of 16 codes, two a word."""
     placed = []
     for word in words:
         odd = ((word >> 4) & Uint32(0x07F007F0)) | (word & Uint32(0x80008000))
@@ -448,7 +346,7 @@ def dequantised(
     # The placed bits carry 2^-120.
     low = Uint32(0)
     if const_expr(p.data.kind == "inline"):
-        bits = load_shared(scale + 4 * (tile // 2))
+        bits = load_shared(scale + 4 * (piece // 2))
         up = cutlass.select_(magnitude(bits) < Uint32(0x43800000), Uint32(0x7B800000), Uint32(0x3F800000))
         whole = float_of(bits) * float_of(up)
         factor = pack_bf16x2(whole, whole)
@@ -456,10 +354,7 @@ def dequantised(
             below = whole - float_of(factor << 16)
             low = pack_bf16x2(below, below)
     else:
-        if const_expr(p.paired):
-            exponent = (scale >> (8 * (tile % 4) + 8 * t.side)) & Uint32(0xFF)
-        else:
-            exponent = (scale >> (8 * (tile % 4))) & Uint32(0xFF)
+        exponent = (scale >> (8 * (piece % 4))) & Uint32(0xFF)
         # 2^(exponent - 127 + 120) remains, whose exponent field is exponent + 120.
         factor = (cutlass.min(exponent, Uint32(134)) + Uint32(120)) * Uint32(0x00800080)
     if const_expr(p.data.kind == "inline" and not p.data.powers):

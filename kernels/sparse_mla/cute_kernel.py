@@ -11,8 +11,7 @@ takes a product and an fma, of which the second rounds. That leaves the values o
 1, 3, 0, 2: queries are permuted alike, and the output is put back.
 
 CTAs that share a row form a cluster. Each sends its parts, in float16 under powers of two, to the CTAs that merge them,
-some columns each, and every sum runs in the order of the shares. CTAs of two blocks of heads of a row may form a pair,
-in which each gathers half of each block, and writes its values into the shared memory of both.
+some columns each, and every sum runs in the order of the shares.
 
 Here are the kernels and their launcher. The producers are in ``cute_gather.py``, the consumers in ``cute_consume.py``,
 sums over a cluster in ``cute_merge.py``, what is written in ``cute_output.py``, the second kernel, of some forms, in
@@ -27,9 +26,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from ..cute_ptx import map_shared, mbarrier_expect, mbarrier_init, sync_warp, thread_index
+from ..cute_ptx import mbarrier_expect, mbarrier_init, thread_index
 from .cute_consume import attend_left, attend_right
-from .cute_finish import complete, padded
+from .cute_finish import complete
 from .cute_gather import gather
 from .cute_merge import bytes_of_parts
 from .cute_place import Arrays, Place, each_tile
@@ -39,9 +38,7 @@ from .cute_plan import Memory, Profile
 def build(profile: Profile) -> Any:
     """The launcher of the kernel for a profile."""
     memory = Memory.of(profile)
-    clustered = profile.cluster > 1
-    if profile.paired and not profile.tuning.reader_fences:
-        raise ValueError("Expected readers to fence in a pair")
+    clustered = profile.splits > 1
 
     @cute.kernel
     def attend(
@@ -55,31 +52,26 @@ def build(profile: Profile) -> Any:
         sinks: Int64,
         q_scale: Int64,
         out_scale: Int64,
+        cos_sin: Int64,
         out: Int64,
         lse: Int64,
+        scales: Int64,
     ) -> None:
-        rank, first, _ = cute.arch.block_idx()
+        share, first, _ = cute.arch.block_idx()
         if const_expr(not clustered):
-            first = rank
-            rank = Int32(0)
-        share, member = rank, Int32(0)
-        if const_expr(profile.paired):
-            share, member = rank >> 1, rank & 1
+            share, first = Int32(0), share
         thread = thread_index()
         group = cute.arch.make_warp_uniform(thread >> 7)
         buffer = SmemAllocator().allocate(memory.size, 1024)
         base = buffer.toint()
-        other = Int32(0)
-        if const_expr(profile.paired):
-            other = map_shared(base, rank ^ 1) - base
-        at = Place(memory, buffer, base, share, member, other)
+        at = Place(memory, buffer, base, share)
         if thread == 0:
-            # A half is given back by those consumer warps, of both CTAs of a pair, that read it last.
-            readers = profile.pair * (4 if profile.value_parts == 1 else 8)
+            # A half is given back by those consumer warps that read it last.
+            readers = 4 if profile.value_parts == 1 else 8
             for stage in range_constexpr(profile.tuning.stages):
                 mbarrier_init(at.full + 8 * stage, 8)  # producer warps
                 mbarrier_init(at.empty + 8 * stage, readers)
-            if const_expr(profile.splits > 1):
+            if const_expr(clustered):
                 mbarrier_init(at.ready, 4 * profile.splits)
                 mbarrier_init(at.merged, 1)
                 for s in range_constexpr(profile.splits):
@@ -90,7 +82,7 @@ def build(profile: Profile) -> Any:
             cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         pools, indices, lengths = (pool_0, pool_1), (indices_0, indices_1), (lengths_0, lengths_1)
-        arrays = Arrays(q, pools, indices, lengths, sinks, q_scale, out_scale, out, lse)
+        arrays = Arrays(q, pools, indices, lengths, sinks, q_scale, out_scale, out, lse, cos_sin=cos_sin, scales=scales)
         if group >= 2:
             cute.arch.setmaxregister_decrease(profile.registers[2])
             each_tile(profile, functools.partial(gather, profile, at, arrays), first, Int32(1))
@@ -100,10 +92,6 @@ def build(profile: Profile) -> Any:
         else:
             cute.arch.setmaxregister_increase(profile.registers[1])
             each_tile(profile, functools.partial(attend_right, profile, at, arrays), first, Int32(0))
-        if const_expr(profile.paired):  # neither ends while the other may write to it
-            sync_warp()
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.kernel
     def combine(
@@ -127,7 +115,7 @@ def build(profile: Profile) -> Any:
     options = {"block": [512, 1, 1], "min_blocks_per_mp": 1, "hint_smem_base_uniform": False}
     grid = [profile.teams, 1, 1]
     if clustered:
-        options["cluster"], grid = [profile.cluster, 1, 1], [profile.cluster, profile.teams, 1]
+        options["cluster"], grid = [profile.splits, 1, 1], [profile.splits, profile.teams, 1]
 
     @cute.jit
     def launch(
@@ -149,12 +137,12 @@ def build(profile: Profile) -> Any:
         masses: Any = None,
         scales: Any = None,
     ) -> None:
-        inputs = [q, pool_0, indices_0, lengths_0, pool_1, indices_1, lengths_1, sinks, q_scale, out_scale]
-        results = [parts, masses] if const_expr(profile.partial) else [out, lse]
+        inputs = [q, pool_0, indices_0, lengths_0, pool_1, indices_1, lengths_1, sinks, q_scale, out_scale, cos_sin]
+        results = [parts, masses, None] if const_expr(profile.partial) else [out, lse, scales]
         attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)
         if const_expr(profile.partial):
             combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
-                grid=[profile.heads, padded(profile), 1], block=[128, 1, 1], stream=stream
+                grid=[profile.heads, profile.rows, 1], block=[128, 1, 1], stream=stream
             )
 
     return launch

@@ -26,7 +26,18 @@ from ..cute_ptx import (
     sync_warp,
     unpack_f16x2,
 )
-from .cute_output import column_of, line_of, share_of_head, values_at, write_lse, write_pairs, write_pieces, write_sums
+from .cute_codes import UNIT, write_unit
+from .cute_output import (
+    Cell,
+    column_of,
+    line_of,
+    share_of_head,
+    values_at,
+    write_lse,
+    write_pairs,
+    write_pieces,
+    write_sums,
+)
 from .cute_place import NONE, Place, largest_of_quad, origin
 from .cute_plan import Profile
 
@@ -41,17 +52,12 @@ def statistics_at(p: Profile, at: Place) -> Any:
     return at.queries + 2 * p.splits * p.part_bytes
 
 
-def there(p: Profile, at: Place, x: Any, share: Any) -> Any:
-    """The address of x in the CTA of a share, with the same heads."""
-    return map_shared(x, share * 2 + at.member if p.paired else share)
-
-
 @cute.jit
 def announce(p: cutlass.Constexpr, at: cutlass.Constexpr, lane: Any) -> None:
     """Tells all CTAs of the row that this warp needs queries no more, and no producer its memory."""
     sync_warp()
     if lane < p.splits:
-        mbarrier_arrive_cluster(there(p, at, at.ready, lane))
+        mbarrier_arrive_cluster(map_shared(at.ready, lane))
 
 
 @cute.jit
@@ -91,7 +97,7 @@ def send_to_all(
     to = statistics_at(p, at) + at.share * 1024 + c.h * 16 + offset
     for s in range_constexpr(p.splits):
         if c.quad == s % 4:
-            place, barrier = there(p, at, to, s), there(p, at, at.merged, s)
+            place, barrier = map_shared(to, s), map_shared(at.merged, s)
             send(place, [bits_of(x) for x in first], barrier)
             send(place + 128, [bits_of(x) for x in second], barrier)
 
@@ -108,7 +114,7 @@ def send_parts(
             for i in range_constexpr(0, count, step(p)):
                 store(to + 1024 * i, packed(acc, up_0, up_1, start + i, step(p)))
         else:
-            place, barrier = there(p, at, to, s), there(p, at, at.merged, s)
+            place, barrier = map_shared(to, s), map_shared(at.merged, s)
             for i in range_constexpr(0, count, step(p)):
                 send(place + 1024 * i, packed(acc, up_0, up_1, start + i, step(p)), barrier)
 
@@ -151,7 +157,10 @@ def merge(
     line = line_of(p, c)
     weights_0 = merged_weights(p, at, arrays, c, line, c.h)
     weights_1 = merged_weights(p, at, arrays, c, line, c.h + 8)
-    add_up(p, at, arrays, c, line, weights_0, weights_1)
+    if const_expr(p.fused):
+        add_up_unit(p, at, arrays, c, weights_0, weights_1)
+    else:
+        add_up(p, at, arrays, c, line, weights_0, weights_1)
 
 
 @cute.jit
@@ -169,21 +178,13 @@ def add_up(
     for s in range_constexpr(p.splits):
         if at.share == s:
             start, count = Int32(p.owned(s)[0]), Int32(p.owned(s)[1] // p.grain)
-    source = at.queries + c.consumer * (p.splits * p.part_bytes) + c.thread * (8 * step(p))
+    source = parts_at(p, at, c)
     column = column_of(p, c) + start * 8
     to = values_at(p, arrays, c, line)
     for n in cutlass.range(count, unroll=1):
         first, second = [], []
         for i in range_constexpr(0, p.grain, step(p)):
-            sums = [Float32(0.0)] * 8
-            for s in range_constexpr(p.splits):
-                place = source + s * p.part_bytes + (n * p.grain + i) * 1024
-                words = load_shared_2(place) if const_expr(p.grain == 1) else load_shared_4(place)
-                for k in range_constexpr(len(words)):
-                    x, y = unpack_f16x2(words[k])
-                    weight = weights_1[s] if const_expr(k % 2) else weights_0[s]
-                    sums[2 * k] = sums[2 * k] + x * weight
-                    sums[2 * k + 1] = sums[2 * k + 1] + y * weight
+            sums = added(p, source + (n * p.grain + i) * 1024, weights_0, weights_1)
             for k in range_constexpr(step(p)):
                 if const_expr(p.partial):
                     write_sums(p, arrays, c, line, sums[4 * k : 4 * k + 4], column + 8 * (i + k))
@@ -198,6 +199,42 @@ def add_up(
             for i in range_constexpr(p.grain):
                 write_pairs(p, c, first[i], second[i], to, column + 8 * i)
         column = column + 8 * p.grain
+
+
+@cute.jit
+def add_up_unit(
+    p: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    weights_0: Any,
+    weights_1: Any,
+) -> None:
+    """Adds up the parts of two shares, each of which merges a whole unit, and writes codes."""
+    for s in range_constexpr(p.splits):
+        if at.share == s:
+            values = []
+            for i in range_constexpr(0, UNIT // 8, step(p)):
+                values += added(p, parts_at(p, at, c) + 1024 * i, weights_0, weights_1)
+            write_unit(p, arrays, c, values, 256 * c.consumer + 8 * p.owned(s)[0])
+
+
+def parts_at(p: Profile, at: Place, c: Cell) -> Any:
+    """The address of what the first share sent for a thread's values."""
+    return at.queries + c.consumer * (p.splits * p.part_bytes) + c.thread * (8 * step(p))
+
+
+def added(p: Profile, source: Any, weights_0: Any, weights_1: Any) -> list[Any]:
+    """The sums of one piece, or two adjacent ones, over all shares: four values of each."""
+    sums = [Float32(0.0)] * (4 * step(p))
+    for s in range(p.splits):
+        place = source + s * p.part_bytes
+        words = load_shared_2(place) if p.grain == 1 else load_shared_4(place)
+        for k, word in enumerate(words):
+            weight = (weights_0, weights_1)[k % 2][s]
+            for n, x in enumerate(unpack_f16x2(word)):
+                sums[2 * k + n] = sums[2 * k + n] + x * weight
+    return sums
 
 
 @cute.jit

@@ -207,6 +207,15 @@ def selector(condition: Any) -> Any:
 
 def whole_piece(words: Any, quad: Any, rope: Any) -> Any:
     """Of four pieces, of which the threads of a quad have a word each, the one of the thread's number, in order."""
+    x, y, z, w = transposed(words, quad)
+    # Values 1, 3, 0, 2 are in x and y.
+    low = cutlass.select_(rope, Uint32(SECOND), Uint32(0x5410))
+    top = cutlass.select_(rope, Uint32(FIRST), Uint32(0x7632))
+    return permute(y, x, low), permute(y, x, top), permute(w, z, low), permute(w, z, top)
+
+
+def transposed(words: Any, quad: Any) -> tuple[Any, Any, Any, Any]:
+    """Of the four words that each thread of a quad has, those of the thread's number, by thread."""
     odd, high = selector((quad & 1) != 0), selector((quad & 2) != 0)
     got = shuffle_xor(either(odd, words[1], words[0]), 1)
     a_0, a_1 = either(odd, words[0], got), either(odd, got, words[1])
@@ -216,7 +225,4 @@ def whole_piece(words: Any, quad: Any, rope: Any) -> Any:
     got_1 = shuffle_xor(either(high, b_1, a_1), 2)
     x, y = either(high, a_0, got_0), either(high, a_1, got_1)
     z, w = either(high, got_0, b_0), either(high, got_1, b_1)
-    # Values 1, 3, 0, 2 are in x and y.
-    low = cutlass.select_(rope, Uint32(SECOND), Uint32(0x5410))
-    top = cutlass.select_(rope, Uint32(FIRST), Uint32(0x7632))
-    return permute(y, x, low), permute(y, x, top), permute(w, z, low), permute(w, z, top)
+    return x, y, z, w

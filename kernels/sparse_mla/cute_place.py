@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from ..cute_ptx import bits_of, float_of, load_global, mbarrier_wait, mbarrier_wait_cluster, shuffle_xor
+from ..cute_ptx import bits_of, float_of, load_global, shuffle_xor
 from .cute_plan import Memory, Profile
 
 NONE = -float("inf")
@@ -21,8 +21,6 @@ class Place:
         memory: offsets of the addresses.
         buffer: a pointer to where they start.
         share: of the blocks of a row.
-        member: of its pair.
-        other: what leads from an address to that, for the cluster, of the same place in the other CTA of the pair.
     """
 
     keys: Any
@@ -39,12 +37,11 @@ class Place:
     ready: Any
     merged: Any
 
-    def __init__(self, memory: Memory, buffer: Any, base: Any, share: Any, member: Any, other: Any):
+    def __init__(self, memory: Memory, buffer: Any, base: Any, share: Any):
         for name, offset in vars(memory).items():
             if name != "size":
                 setattr(self, name, base + offset)
-        self.memory, self.buffer = memory, buffer
-        self.share, self.member, self.other = share, member, other
+        self.memory, self.buffer, self.share = memory, buffer, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +70,6 @@ class Arrays:
     scales: Any = None
 
 
-def joins(p: Profile) -> bool:
-    """Whether each role waits for the cluster itself, where it first needs it, as its CTA has a single tile."""
-    return p.cluster > 1 and p.teams == p.tiles
-
-
 @cute.jit
 def each_tile(p: cutlass.Constexpr, work: cutlass.Constexpr, first: Any, phase: Any) -> None:
     """Does the work of a role on every tile of the CTA.
@@ -89,13 +81,11 @@ def each_tile(p: cutlass.Constexpr, work: cutlass.Constexpr, first: Any, phase: 
     if const_expr(p.teams == p.tiles):
         work(first, slot, phase, done)
     else:
-        if const_expr(p.cluster > 1):
-            cute.arch.cluster_wait()
         for tile in cutlass.range(first, p.tiles, p.teams, unroll=1):
             slot, phase, done = work(tile, slot, phase, done)
 
 
-def row_of(p: Profile, at: Place, tile: Any) -> tuple[Any, Any, Any, Any]:
+def row_of(p: Profile, tile: Any) -> tuple[Any, Any, Any, Any]:
     """Row, first head, part of the values, and group of a tile."""
 
     def split(x: Any, n: int) -> tuple[Any, Any]:
@@ -103,9 +93,7 @@ def row_of(p: Profile, at: Place, tile: Any) -> tuple[Any, Any, Any, Any]:
 
     tile, part = split(tile, p.value_parts)
     tile, group = split(tile, p.groups)
-    row, head = split(tile, p.head_blocks // p.pair)
-    if p.paired:
-        head = head * 2 + at.member
+    row, head = split(tile, p.head_blocks)
     return row, head * 64, part, group
 
 
@@ -140,11 +128,6 @@ def advance(p: cutlass.Constexpr, slot: Any, phase: Any) -> Any:
         slot = Int32(0)
         phase = phase ^ 1
     return slot, phase
-
-
-def wait_for(p: Profile, barrier: Any, phase: Any) -> None:
-    """Waits for a phase of a barrier of the ring; in a pair both CTAs arrive there."""
-    (mbarrier_wait_cluster if p.paired else mbarrier_wait)(barrier, phase)
 
 
 def origin(top: Any) -> Any:

@@ -132,8 +132,7 @@ class Profile:
         split_blocks: blocks of a share; 0 for an even share of what the row has.
         groups: clusters that share the blocks of a row, whose results a second kernel merges.
         value_parts: clusters that share the values of a row, 1, 2 or 4.
-        paired: whether CTAs of two blocks of heads of a row form a cluster, and gather half of each block for both.
-        teams: CTAs or pairs that take all tiles in turn, where there are no splits.
+        teams: CTAs that take all tiles in turn, where there are no splits.
         tuning: the rest.
     """
 
@@ -151,7 +150,6 @@ class Profile:
     split_blocks: int
     groups: int
     value_parts: int
-    paired: bool
     teams: int
     tuning: Tuning
 
@@ -160,24 +158,19 @@ class Profile:
         return -(-self.heads // HEADS)
 
     @property
-    def pair(self) -> int:
-        """CTAs that gather together."""
-        return 2 if self.paired else 1
-
-    @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.splits * self.pair
-
-    @property
     def tiles(self) -> int:
-        """Rows, times blocks of heads or pairs of them, times groups, times parts of the values."""
-        return self.rows * (self.head_blocks // self.pair) * self.groups * self.value_parts
+        """Rows, times blocks of heads, times groups, times parts of the values."""
+        return self.rows * self.head_blocks * self.groups * self.value_parts
 
     @property
     def partial(self) -> bool:
         """Whether a second kernel completes the output, from float32 values that have their own denominators."""
-        return self.groups > 1 or self.ending is not None
+        return self.groups > 1 or (self.ending is not None and not self.fused)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the CTAs that merge a row make codes of it, as each of them has whole blocks of values."""
+        return self.ending is not None and fuses(self.ending, self.data, self.splits, self.value_parts, self.groups)
 
     @property
     def shares(self) -> int:
@@ -201,32 +194,22 @@ class Profile:
         """Whether the logits of a head have one positive factor."""
         return self.scale > 0 and not self.q_scale
 
-    # Producers: 256 threads, of which four or, in a pair, eight own a row of a block.
-
-    @property
-    def chunks(self) -> int:
-        """Pieces of 16 bytes that a thread has of a row."""
-        return 5 if self.paired else self.data.chunks
+    # Producers: 256 threads, of which four own a row of a block. Each has a piece of 16 bytes of each chunk of the row.
 
     @property
     def unit(self) -> int:
         """Pieces of a unit of copies."""
-        return 1 if self.paired else 3 if self.data.kind == "footer" else 2
+        return 3 if self.data.kind == "footer" else 2
 
     @property
     def units(self) -> int:
         """Units of a block."""
-        return self.chunks // self.unit
+        return self.data.chunks // self.unit
 
     @property
     def left(self) -> int:
         """Pieces of the left half of a block."""
-        return 8 if self.data.kind == "plain" else 4 // self.pair
-
-    @property
-    def gathered(self) -> int:
-        """Rows of a block that a CTA gathers."""
-        return BLOCK // self.pair
+        return 8 if self.data.kind == "plain" else 4
 
     @property
     def ahead(self) -> int:
@@ -300,7 +283,7 @@ class Memory:
             "weights": 64 * 64 * 2,
             "queries": 64 * profile.data.width * 2,
             "raw": tuning.units * profile.unit * 4096,
-            "scales": profile.depth * profile.gathered * profile.data.scale_bytes,
+            "scales": profile.depth * 64 * profile.data.scale_bytes,
             "slots": profile.depth * 64 * 4,
             "bias": 4 * 64 * 4,
             "decays": 64 * 4,
@@ -323,20 +306,28 @@ class Memory:
         return cls(**starts, size=at)
 
 
+def fuses(ending: Ending, data: Rows, splits: int, value_parts: int, groups: int) -> bool:
+    """Whether codes can be made without a second kernel: the rotated values must be in order as they are."""
+    in_order = data.kind == "footer" and ending.rope <= 64 and ending.rope % 8 == 0
+    return in_order and splits <= 2 and value_parts == groups == 1
+
+
 @functools.cache
-def schedule(rows: int, head_blocks: int, blocks: int, wide: bool) -> tuple[int, int, int]:
+def schedule(rows: int, head_blocks: int, blocks: int, data: Rows, ending: Ending | None) -> tuple[int, int, int]:
     """``(splits, value_parts, groups)`` for rows and blocks of heads, each of so many blocks of slots.
 
     Those that take the least time by a model that was fitted to 73 measurements on an H200, which it meets within 7 %
-    (2.4 % in the mean); ``wide``: keys of 576 values.
+    (2.4 % in the mean), and to a few of the second kernel.
     """
 
     def microseconds(choice: tuple[int, int, int]) -> float:
         splits, parts, groups = choice
         waves = -(-rows * head_blocks * parts * groups // RESIDENT[splits])
-        tile = 2.96 + 4.33 / parts + (2.38 if wide else 2.14) * -(-blocks // (splits * groups))
+        tile = 2.96 + 4.33 / parts + (2.38 if data.width > 512 else 2.14) * -(-blocks // (splits * groups))
         merge = 0.21 * splits + 1.63 * (splits - 1) / splits / parts if splits > 1 else 0
         second = 0.058 * rows * head_blocks * groups if groups > 1 else 0
+        if ending is not None and not fuses(ending, data, splits, parts, groups):
+            second += 1.5 if groups > 1 else 1.5 + 0.09 * rows * head_blocks
         return waves * tile + merge + second
 
     choices = [
@@ -366,7 +357,6 @@ def profile(
     deterministic: bool | None,
     tuning: Tuning | None = None,
     shares: tuple[int, ...] | None = None,
-    paired: bool | None = None,
 ) -> Profile:
     """The profile of a call; ``shares`` sets splits, parts of the values and groups, to try others."""
     sources = tuple(
@@ -382,6 +372,8 @@ def profile(
     )
     blocks = sum(-(-source.columns // BLOCK) for source in sources)
     head_blocks = -(-heads // HEADS)
+    powers = all(layout.scale_form == "power_of_two" for layout in layouts)
+    data = Rows(layouts[0].kind, layouts[0].width, powers)
     split_blocks = 0
     groups = 1
     if shares is not None:
@@ -391,13 +383,9 @@ def profile(
         split_blocks = max(FIXED_BLOCKS, -(-blocks // 8))
         splits, parts = max(1, -(-blocks // split_blocks)), 1
     else:
-        splits, parts, groups = schedule(rows, head_blocks, blocks, layouts[0].width > 512)
-    powers = all(layout.scale_form == "power_of_two" for layout in layouts)
-    data = Rows(layouts[0].kind, layouts[0].width, powers)
-    pair = bool(paired) and head_blocks % 2 == 0 and data.kind != "plain"
-    tiles = rows * head_blocks * parts * groups // (2 if pair else 1)
-    most = RESIDENT[2] if pair else SMS
-    teams = math.ceil(tiles / math.ceil(tiles / most)) if splits == 1 and tiles else tiles
+        splits, parts, groups = schedule(rows, head_blocks, blocks, data, ending)
+    tiles = rows * head_blocks * parts * groups
+    teams = math.ceil(tiles / math.ceil(tiles / SMS)) if splits == 1 and tiles else tiles
     return Profile(
         rows=rows,
         heads=heads,
@@ -413,16 +401,9 @@ def profile(
         split_blocks=split_blocks,
         groups=groups,
         value_parts=parts,
-        paired=pair,
         teams=teams,
-        tuning=tuning or Tuning(4 if data.width == 512 else 3, _units(data, pair)),
+        tuning=tuning or Tuning(4 if data.width == 512 else 3, 2 if data.kind == "footer" else 3),
     )
-
-
-def _units(data: Rows, paired: bool) -> int:
-    if paired:
-        return 5 if data.kind == "footer" else 6
-    return 2 if data.kind == "footer" else 3
 
 
 def refuses(shapes: Mapping[str, Any]) -> str | None:

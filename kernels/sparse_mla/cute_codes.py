@@ -1,0 +1,176 @@
+"""Rotated and quantised output of the sparse attention kernel, from its consumers or from its second kernel."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from ..cute_ptx import (
+    bits_of,
+    divide,
+    e4m3x4,
+    float_of,
+    load_global,
+    permute,
+    shuffle_xor,
+    store_global,
+    store_global_4,
+    store_global_byte,
+)
+from .cute_output import transposed
+from .cute_place import Arrays, magnitude
+from .cute_plan import Ending, Profile
+from .epilogue import MIN_AMAX
+
+UNIT = 128  # values of a head that a consumer completes at a time
+
+
+def padded(p: Profile) -> int:
+    """Rows of the scales of an output."""
+    return p.rows if p.ending is None else -(-p.rows // 4) * 4
+
+
+@cute.jit
+def write_unit(
+    p: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    values: cutlass.Constexpr,
+    column: cutlass.Constexpr,
+) -> None:
+    """Writes 128 values of heads h and h + 8 from a column on, as a consumer has them: four for each 8 of a head."""
+    ending = p.ending
+    turns = []
+    for i in range_constexpr(16):
+        place = column + 8 * i - (512 - ending.rope)
+        if const_expr(place >= 0):
+            turns.append(angle(p, arrays, c.row, Int32(place // 2) + c.quad))
+    for second in range_constexpr(2):
+        head = c.head + c.h + 8 * second
+        here = head < p.heads
+        x = [values[4 * i + 2 * second + n] for i in range(16) for n in range(2)]
+        for i in range_constexpr(len(turns)):
+            n = 2 * (16 - len(turns) + i)
+            x[n], x[n + 1] = turned(x[n], x[n + 1], *turns[i])
+        each = ending.block // 4  # of a thread under a scale
+        for b in range_constexpr(32 // each):
+            largest = Uint32(0)
+            for n in range_constexpr(each):
+                largest = larger_word(largest, magnitude(bits_of(x[b * each + n])))
+            largest = larger_word(largest, shuffle_xor(largest, 1))
+            largest = larger_word(largest, shuffle_xor(largest, 2))
+            word, inverse = scale_of(ending, largest)
+            for n in range_constexpr(each):
+                x[b * each + n] = x[b * each + n] * inverse
+            if c.quad == 0 and here:
+                write_scales(p, arrays, c.row, head, Int32(column // ending.block + b), word)
+        to = codes_at(p, arrays, c.row, head) + Int64(c.quad * 16)
+        for half in range_constexpr(2):
+            pairs = [e4m3x4(*x[16 * half + 4 * k : 16 * half + 4 * k + 4]) for k in range(4)]
+            a, b, d, e = transposed(pairs, c.quad)
+            # Values 1, 3, 0, 2 of a piece are in a and b, but for those that were not codes.
+            as_is = column + 64 * half >= 448
+            low, high = (0x5410, 0x7632) if as_is else (0x1504, 0x3726)
+            words = [permute(a, b, low), permute(d, e, low), permute(a, b, high), permute(d, e, high)]
+            if here:
+                store_global_4(to + (column + 64 * half), *words)
+
+
+@cute.jit
+def write_units(
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr, acc: Any, share_0: Any, share_1: Any
+) -> None:
+    """Writes a consumer's values, multiplied by the factors of heads h and h + 8."""
+    shares = (share_0, share_0, share_1, share_1)
+    for unit in range_constexpr(2):
+        values = [acc[64 * unit + n] * shares[n % 4] for n in range(64)]
+        write_unit(p, arrays, c, values, 256 * c.consumer + UNIT * unit)
+
+
+def codes_at(p: Profile, arrays: Arrays, row: Any, head: Any) -> Any:
+    """The address of the codes of a row and head."""
+    ending: Any = p.ending
+    each = p.heads // ending.groups
+    group = head // each
+    return arrays.out + ((Int64(group) * p.rows + Int64(row)) * each + Int64(head - group * each)) * 512
+
+
+def angle(p: Profile, arrays: Arrays, row: Any, pair: Any) -> tuple[Any, Any]:
+    """Cosine and sine of a pair of rotated values."""
+    ending: Any = p.ending
+    table = arrays.cos_sin + (Int64(row) * ending.rope + Int64(pair)) * 4
+    return float_of(load_global(table)), float_of(load_global(table + 2 * ending.rope))
+
+
+def turned(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    """A pair, rotated back."""
+    return even * cos + odd * sin, odd * cos - even * sin
+
+
+def scale_of(ending: Ending, largest: Any) -> tuple[Any, Any]:
+    """The scale of a block whose largest magnitude is given as a word, as it is stored, and its inverse."""
+    none = largest > Uint32(0x7F800000)  # NaN
+    amax = cute.arch.fmax(float_of(largest), Float32(MIN_AMAX))
+    if ending.powers:
+        bits = bits_of(amax)
+        above = cutlass.select_((bits & Uint32(0x7FFFFF)) > Uint32(0x600000), Uint32(1), Uint32(0))
+        word = (bits >> 23) - Uint32(8) + above  # the exponent
+        inverse = float_of((Uint32(254) - word) << 23)
+        word = cutlass.select_(none, Uint32(255), word)
+    else:
+        scale = divide(amax, Float32(448.0))
+        word = cutlass.select_(none, Uint32(0x7FC00000), bits_of(scale))
+        inverse = divide(Float32(1.0), scale)
+    return word, cutlass.select_(none, float_of(Uint32(0x7FC00000)), inverse)
+
+
+@cute.jit
+def write_scales(
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: Any, block: Any, word: Any
+) -> None:
+    """Writes the float32 scale, or the exponent, of a block of a head; behind the last row also the padding."""
+    write_scale(p, arrays, row, head, block, word)
+    if const_expr(padded(p) > p.rows):
+        if row == p.rows - 1:
+            for pad in range_constexpr(p.rows, padded(p)):
+                write_scale(p, arrays, Int32(pad), head, block, Uint32(0))
+
+
+def write_scale(p: Profile, arrays: Arrays, row: Any, head: Any, block: Any, word: Any) -> None:
+    """Writes a scale. Blocks of heads in order are those of groups in order."""
+    ending: Any = p.ending
+    blocks = 512 // ending.block
+    if ending.powers:
+        place = (Int64(head) * (blocks // 4) + Int64(block >> 2)) * padded(p) + Int64(row)
+        store_global_byte(arrays.scales + place * 4 + Int64(block & 3), word)
+    else:
+        store_global(arrays.scales + ((Int64(head) * blocks + Int64(block)) * padded(p) + Int64(row)) * 4, word)
+
+
+@cute.jit
+def write_codes(
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, pairs: Any, row: Any, head: Any, thread: Any
+) -> None:
+    """Writes four values a thread, which are in order, as the second kernel has them."""
+    ending = p.ending
+    values = []
+    largest = Uint32(0)
+    for i in range_constexpr(2):
+        even, odd = pairs[i]
+        place = thread * 4 + 2 * i - (512 - ending.rope)
+        if place >= 0:
+            even, odd = turned(even, odd, *angle(p, arrays, row, place >> 1))
+        values += [even, odd]
+        for x in (even, odd):
+            largest = larger_word(largest, magnitude(bits_of(x)))
+    for bit in range_constexpr(5 if ending.block == 128 else 3):
+        largest = larger_word(largest, shuffle_xor(largest, 1 << bit))
+    word, inverse = scale_of(ending, largest)
+    store_global(codes_at(p, arrays, row, head) + Int64(thread * 4), e4m3x4(*[x * inverse for x in values]))
+    if thread % (ending.block // 4) == 0:
+        write_scales(p, arrays, row, head, thread // (ending.block // 4), word)
+
+
+def larger_word(x: Any, y: Any) -> Any:
+    return cutlass.select_(x > y, x, y)
