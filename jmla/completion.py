@@ -1,9 +1,10 @@
 """What comes back from a model: completions, put together token by token."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -43,9 +44,44 @@ class Completion:
     choices: tuple["Completion", ...] = ()
 
 
+class _Text:
+    """Tokens to text, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        self._detokenizer = Detokenizer(tokenizer)
+        self._strings = StopStrings([s for s in params.stop if isinstance(s, str)])
+
+    def push(self, tokens: Sequence[int], last: bool) -> tuple[list[str], bool]:
+        """The pieces that are certain now, all that is left with the ``last`` ones; and whether a stop was met."""
+        given = []
+        for token in tokens:
+            piece, stopped = self._strings.push(self._detokenizer.push(token))
+            given.append(piece)
+            if stopped:
+                return given, True
+        if not last:
+            return given, False
+        piece, stopped = self._strings.push(self._detokenizer.flush())
+        return [*given, piece, "" if stopped else self._strings.flush()], stopped
+
+
+class _Change(NamedTuple):
+    """What tokens make of an output: ``lists = ((list, from where on, what stands there), ...)``, the rest anew."""
+
+    lists: tuple[tuple[list[Any], int, Sequence[Any]], ...]
+    total_logprob: float
+    waiting: tuple[int, ...]
+    text: _Text | None
+    reason: Reason | None
+
+
 @dataclass
 class Output:
     """Collects the tokens of one completion: text, stops, stream.
+
+    An interrupt may come anywhere: after it, ``tell`` and then ``push`` from token ``len(ids)`` on give what they would
+    have given without it. Hence what a token makes of an output is first computed aside, and then carried out by steps
+    that can be repeated.
 
     Attributes:
         index: of the prompt, for the stream and for messages.
@@ -69,90 +105,112 @@ class Output:
     total_logprob: float = 0.0
 
     def __post_init__(self) -> None:
-        self._strings = StopStrings([s for s in self.params.stop if isinstance(s, str)])
         self._id_stops = [s for s in self.params.stop if not isinstance(s, str)]
-        self._detokenizer = Detokenizer(self.tokenizer) if self.tokenizer is not None else None
         # A token that may begin a stop of several ids is kept from the text until that is known.
-        self._waiting: list[int] = []
+        self._waiting: tuple[int, ...] = ()
         self._untold: list[str | int] = []
+        self._text: _Text | None = None  # None while it takes tokens, and where an interrupt has left it so
+        self._change: _Change | None = None
 
     def push(self, token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
-        """Takes one more token, settles whether the completion ends with it, and then tells the stream."""
-        self._take(token, logprob, top_ids, top_logprobs)
+        """Takes one more token, settles whether the completion ends with it, and then tells the stream.
+
+        Raises:
+            FloatingPointError: the log-probability is not a number; the token is not taken.
+        """
+        self._settle()
+        if math.isnan(logprob):
+            raise FloatingPointError(
+                f"The model's logits for token {len(self.ids)} of completion {self.index} are not numbers (NaN)"
+            )
+        entries = []
+        if self.params.logprobs is not None:
+            pairs = list(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True))[: self.params.logprobs]
+            entries.append(TokenLogprob(token, logprob, tuple(pairs)))
+        ready, waiting, reason = self._sort(token)
+        self._go_on([token], entries, self.total_logprob + logprob, ready, waiting, reason)
         self.tell()
 
     def tell(self) -> None:
         """Calls the stream with what it has not been told. A piece whose call raises counts as told."""
-        while self._untold and self.stream is not None:
-            self.stream(self.index, self._untold.pop(0))
-
-    def _take(self, token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
-        if np.isnan(logprob):
-            raise FloatingPointError(
-                f"The model's logits for token {len(self.ids)} of completion {self.index} are not numbers (NaN)"
-            )
-        self.ids.append(token)
-        self.total_logprob += logprob
-        if self.params.logprobs is not None:
-            pairs = list(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True))[: self.params.logprobs]
-            self.logprobs.append(TokenLogprob(token, logprob, tuple(pairs)))
-        if token in self.ends:
-            self._finish("stop")
+        self._settle()
+        if self.stream is None or not self._untold:
             return
-        self._waiting.append(token)
-        if any(len(s) <= len(self._waiting) and tuple(self._waiting[-len(s) :]) == s for s in self._id_stops):
-            matched = max(len(s) for s in self._id_stops if tuple(self._waiting[-len(s) :]) == s)
-            del self._waiting[-matched:]
-            self._finish("stop")
-            return
-        held = 0
-        for stop in self._id_stops:
-            for size in range(min(len(stop) - 1, len(self._waiting)), held, -1):
-                if tuple(self._waiting[-size:]) == stop[:size]:
-                    held = size
-                    break
-        if self._release(len(self._waiting) - held):
-            return
-        if len(self.ids) >= (self.params.max_new_tokens or 0):
-            self._finish("length")
-
-    def _release(self, count: int) -> bool:
-        """Gives ``count`` waiting tokens to the text; True if a stop string ended it."""
-        ready, self._waiting = self._waiting[:count], self._waiting[count:]
-        for token in ready:
-            if self._detokenizer is None:
-                self._emit(token)
-            elif self._say(self._detokenizer.push(token)):
-                return True
-        return False
-
-    def _say(self, piece: str) -> bool:
-        text, stopped = self._strings.push(piece)
-        self._emit(text)
-        if stopped:
-            self.reason = "stop"
-        return stopped
-
-    def _finish(self, reason: Reason) -> None:
-        if self._release(len(self._waiting)):
-            return
-        if self._detokenizer is not None:
-            if self._say(self._detokenizer.flush()):
-                return
-            self._emit(self._strings.flush())
-        self.reason = reason
-
-    def _emit(self, piece: str | int) -> None:
-        if isinstance(piece, str):
-            self.pieces.append(piece)
-        if self.stream is not None and piece != "":
-            self._untold.append(piece)
+        # A piece is taken and given within one call of ``next``: no interrupt comes in between.
+        calls = map(self.stream, itertools.repeat(self.index), map(self._untold.pop, itertools.repeat(0)))
+        while self._untold:
+            next(calls)
 
     def end(self, reason: Reason) -> None:
         """Ends the completion where it stands; what was held back as a possible stop is given out."""
+        self._settle()
         if self.reason is None:
-            self._finish(reason)
+            self._go_on([], [], self.total_logprob, self._waiting, (), reason)
         self.tell()
+
+    def _sort(self, token: int) -> tuple[tuple[int, ...], tuple[int, ...], Reason | None]:
+        """Which tokens are ready for the text now, which go on waiting, and whether the completion ends with that."""
+        if token in self.ends:
+            return self._waiting, (), "stop"
+        tokens = (*self._waiting, token)
+        matched = max((len(s) for s in self._id_stops if tokens[-len(s) :] == s), default=0)
+        if matched:
+            return tokens[:-matched], (), "stop"
+        if len(self.ids) + 1 >= (self.params.max_new_tokens or 0):
+            return tokens, (), "length"
+        held = 0
+        for stop in self._id_stops:
+            for size in range(min(len(stop) - 1, len(tokens)), held, -1):
+                if tokens[-size:] == stop[:size]:
+                    held = size
+                    break
+        return tokens[: len(tokens) - held], tokens[len(tokens) - held :], None
+
+    def _go_on(
+        self,
+        ids: list[int],
+        entries: list[TokenLogprob],
+        total_logprob: float,
+        ready: Sequence[int],
+        waiting: tuple[int, ...],
+        reason: Reason | None,
+    ) -> None:
+        """Takes tokens and puts those that are ready into the text, which a stop string may end."""
+        text, self._text = self._text or self._read_again(), None
+        given: list[str | int] = list(ready)
+        if text is not None:
+            pieces, stopped = text.push(ready, reason is not None)
+            given, reason = [piece for piece in pieces if piece], "stop" if stopped else reason
+        lists = (
+            (self.ids, len(self.ids), ids),
+            (self.logprobs, len(self.logprobs), entries),
+            (self.pieces, len(self.pieces), [piece for piece in given if isinstance(piece, str)]),
+            (self._untold, len(self._untold), given if self.stream is not None else []),
+        )
+        # Until here an interrupt leaves the output as it was; from here on what was computed is carried out.
+        self._change = _Change(lists, total_logprob, waiting, text, reason)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Carries out what was decided last; begun again after an interrupt, it comes to the same."""
+        change = self._change
+        if change is None:
+            return
+        for values, at, new in change.lists:
+            values[at:] = new
+        self.total_logprob = change.total_logprob
+        self._waiting = change.waiting
+        self._text = change.text
+        self.reason = change.reason  # last: who sees it sees all
+        self._change = None
+
+    def _read_again(self) -> "_Text | None":
+        """The state of the text behind all tokens that it was given, from the beginning."""
+        if self.tokenizer is None:
+            return None
+        text = _Text(self.tokenizer, self.params)
+        text.push(self.ids[: len(self.ids) - len(self._waiting)], False)
+        return text
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -161,6 +219,7 @@ class Output:
         return self.reason in ("cancelled", "deadline"), -mean
 
     def completion(self) -> Completion:
+        self._settle()
         text = "".join(self.pieces) if self.tokenizer is not None else None
         logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
         return Completion(text, tuple(self.ids), self.reason or "length", logprobs)

@@ -88,3 +88,27 @@ threading.Thread(target=serve).start()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "made\n"
+
+
+def test_what_was_taken_back_has_no_result():
+    launch = Launch(lambda: 1)
+    launch.take_back()
+    with pytest.raises(RuntimeError, match="it was not"):
+        launch.result()
+
+
+def test_threads_take_turns_quickly_while_there_are_launches():
+    usual = sys.getswitchinterval()
+    gate = threading.Event()
+    seen = []
+    several = [made(lambda: (seen.append(sys.getswitchinterval()), gate.wait())) for _ in range(3)]
+    while len(seen) < 3:
+        time.sleep(0.001)
+    assert max(seen) < usual
+    gate.set()
+    for _, launch in several:
+        launch.result()
+    deadline = time.monotonic() + 20
+    while sys.getswitchinterval() != usual and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sys.getswitchinterval() == usual

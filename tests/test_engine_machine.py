@@ -88,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
                 owners[page] += 1
             np.testing.assert_array_equal(owners, pool.owners)
         assert all(r.row < 0 and not r.pages for r in engine._waiting)
-        assert engine.busy or (not engine._flights and engine._line.idle())
+        assert engine.busy or (not engine._flights and engine._line.is_finished())
 
     def teardown(self):
         self.engine.run()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import jmla
 from jmla.engine import Engine, programs, stored
@@ -113,6 +114,57 @@ def test_it_is_beside_jax_cache(tmp_path):
             assert ProgramStore.open() is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def hits(tmp_path):
+    """JAX's own persistent cache, in a new directory, and what was found in it so far."""
+    seen = []
+
+    def listen(event, **_):
+        if event.endswith("/cache_hits"):
+            seen.append(event)
+
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    compilation_cache.reset_cache()
+    jax.monitoring.register_event_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_listener(listen)
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def start(x):
+    """Makes and runs a program as a new process would, which has none in memory."""
+
+    @jax.jit
+    def several(x):
+        return jnp.cumsum(jnp.tanh(x)), jnp.sort(-x), jax.lax.top_k(2 * x, 2)
+
+    made = Programs()
+    made.compile([(several, (), (x,))], 1, False)
+    return made.run(several, (), x), several
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["new", "in memory"])
+def test_what_comes_from_jax_cache_is_stored_whole_or_not_at_all(store, traced, hits, caplog, kept, monkeypatch):
+    """On a CPU, a program that JAX has loaded has lost its machine code: stored, it would fail when it is called."""
+    x = jnp.arange(5.0)
+    expected, _ = start(x)
+    (path,) = store._directory.iterdir()
+    path.unlink()
+    assert not hits
+    if kept:  # from JAX's cache too, but before
+        monkeypatch.setattr(programs.ProgramStore, "open", lambda: None)
+        _, function = start(x)
+        monkeypatch.setattr(programs.ProgramStore, "open", lambda: store)
+        Programs().compile([(function, (), (x,))], 1, False)
+    with caplog.at_level(logging.WARNING, "jmla.engine"):
+        for _ in range(2):
+            jax.tree.map(np.testing.assert_array_equal, start(x)[0], expected)
+    assert hits
+    assert not caplog.text
 
 
 def test_sources_that_changed_after_they_were_imported_are_not_stored_under_their_new_name(store, traced, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from tiny import CONFIGS
 from tiny_text import write_tokenizer
 
 import jmla
+from jmla import completion
+from jmla import tokenizer as tokenizers
 from jmla.completion import Output
 from jmla.generation import BLOCK
 from jmla.models import make_model
@@ -365,3 +368,77 @@ def test_stop_ids_over_pushes(ids, stop, text):
     assert done.finish_reason == "stop"
     assert done.text is None
     assert done.token_ids == tuple(ids[: ids.index(9) if 9 in ids else None])
+
+
+INTERRUPTED = {completion.__file__, tokenizers.__file__}
+
+
+class Interrupting:
+    """A trace function that interrupts before the ``count``-th line, or bytecode, of completions and their text."""
+
+    def __init__(self, count, opcodes):
+        self.left, self.opcodes = count, opcodes
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename not in INTERRUPTED or self.left <= 0:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = self.opcodes, not self.opcodes
+        if event in ("line", "opcode"):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def put_together(out, tokens, reason, trace):
+    """What a completion is in the end, if it is gone on with after an interrupt as an engine does it."""
+    tops = np.arange(3, dtype=np.int32), np.array([-0.5, -1.0, -2.0], np.float32)
+    while True:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            out.tell()
+            for i in range(len(out.ids), len(tokens)):
+                if out.reason is None:
+                    out.push(tokens[i], -0.25 * i, *tops)
+            if reason is not None:
+                out.end(reason)
+            return out.completion(), out.total_logprob
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts of what is thrown away
+@pytest.mark.parametrize("opcodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lines", "bytecodes"])
+@pytest.mark.parametrize("end", ["end token", "stop ids", "stop string", "length", "cancelled", "without text"])
+def test_an_interrupt_anywhere_changes_nothing(tokenizer, end, opcodes):
+    """No token, log-probability or piece is lost or told twice, and none of what is held back as a possible stop."""
+    ids = tokenizer.encode("the dog é")
+    stop = ["dogma", "og é!", [ids[0], 5], [ids[-2], 7, 8]]
+    tokens = {
+        "end token": [*ids, 290, 5],
+        "stop ids": [*ids[:-1], 7, 8, 5],
+        "stop string": [*ids, *tokenizer.encode("! the"), 5],
+        "length": [*ids, 5],
+    }.get(end, ids)
+    count = len(ids) if end == "length" else 50
+    reason = "cancelled" if end in ("cancelled", "without text") else None
+
+    def run(trace):
+        out, pieces = output(None if end == "without text" else tokenizer, [290], count, stop, logprobs=2)
+        return put_together(out, tokens, reason, trace), pieces
+
+    expected = run(None)
+    assert expected[0][0].finish_reason == (reason or {"length": "length"}.get(end, "stop"))
+    assert len(expected[0][0].logprobs) == len(expected[0][0].token_ids) >= len(ids)
+    for _ in range(2):  # Python begins with bytecodes in the second run
+        trace = Interrupting(sys.maxsize, opcodes)
+        assert run(trace) == expected
+    places = sys.maxsize - trace.left
+    assert places > 200
+    for number in range(1, places + 1):
+        trace = Interrupting(number, opcodes)
+        assert run(trace) == expected, number
+        assert trace.left == 0

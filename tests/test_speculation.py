@@ -393,6 +393,7 @@ def test_more_than_half_of_the_drafts_are_right_and_none_changes_the_text():
 
 
 @slow
+@pytest.mark.timeout(3600)
 def test_what_is_drawn_with_drafts_has_the_distribution_of_what_is_drawn_without():
     """20,000 draws each, of seeds of their own: the third tokens by chi-square, those that are rare together."""
     counts = []

@@ -1,5 +1,6 @@
 """The engine: admits requests to the rows of a cache, and decides for each step who computes what on which pages."""
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -14,7 +15,7 @@ from jmla.batching import SMALLEST_CHUNK, bucket
 from jmla.completion import Completion, Output, Reason
 from jmla.decoding import BLOCK, Rows
 from jmla.engine import device
-from jmla.engine.line import Launch, Line, quick_switches
+from jmla.engine.line import Launch, Line
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
 from jmla.engine.programs import Job, Programs
@@ -52,8 +53,8 @@ class Stats:
         drafted_tokens: guesses of the draft block that were looked at.
         accepted_tokens: of those, the ones that were right.
         step_seconds: time in steps.
-        host_seconds: time in which the device may have had no work for want of the host: from when it was last seen to
-            work, or got some, until it got more. An upper bound, for its own work may be part of it.
+        host_seconds: time in steps in which the device may have had no work for want of the host: from when it was last
+            seen to work, or got some, until it got more. An upper bound, for its own work may be part of it.
         wait_seconds: time that the host waited for the device.
         late_steps: steps in which the device had ended all its work before the host came.
     """
@@ -223,7 +224,8 @@ class Engine:
         self._unsaid: list[Request] = []
         self._programs = Programs()
         self._lock = threading.RLock()
-        self._stepping = False
+        self._stepping = self._broken = False  # broken: what changed the accounts has not come to its end
+        self._began = 0.0
         self._cancelled: list[Request] = []
         self.stats = Stats()
 
@@ -321,11 +323,15 @@ class Engine:
         """
         if not isinstance(handle, Handle) or handle._engine is not self:
             raise TypeError(f"Expected handle={shown(handle)} to be a Handle that this engine gave out")
+        self._cancelled += handle._requests
+        if self._line.is_launching():  # a finaliser, on a thread that a step waits for; the next step ends them
+            return
         with self._lock:
-            self._cancelled += handle._requests
+            self._put_right()
             if not self._stepping:  # else called from a callback: the step's work is done first
-                self._end_cancelled()
-                self._come_to_rest()
+                with self._accounting():
+                    self._end_cancelled()
+                    self._come_to_rest()
 
     def _end_cancelled(self) -> None:
         before, self._stepping = self._stepping, True  # callbacks run here too
@@ -345,33 +351,58 @@ class Engine:
         with self._lock:
             if self._stepping:
                 raise RuntimeError("Expected no step within a step: a callback must not step the engine")
-            self._stepping, began = True, time.perf_counter()
+            self._put_right()
             try:
-                with quick_switches():
+                self._stepping, self._began = True, time.perf_counter()
+                with self._accounting():
                     self._step()
-                self._end_cancelled()
-                self._come_to_rest()
-            except BaseException:  # an interrupt, or no memory: the device may be ahead of what is known here
-                self._recover()
-                raise
+                    self._end_cancelled()
+                    self._come_to_rest()
             finally:
                 self._stepping = False
-                self.stats.step_seconds += time.perf_counter() - began
-                self.stats.host_seconds += self._line.take_rest()
+                self.stats.step_seconds += time.perf_counter() - self._began
+                self.stats.host_seconds += self._line.take_idle_seconds()
             return self.busy
 
+    @contextlib.contextmanager
+    def _accounting(self) -> Iterator[None]:
+        """For what changes the accounts of requests and pages: what an error or interrupt in it leaves is put right.
+
+        If another interrupt comes to that, it is done before the accounts are used again.
+        """
+        before, self._broken = self._broken, True
+        try:
+            yield
+        except BaseException:  # the device may be ahead of what is known here
+            self._recover()
+            raise
+        self._broken = before
+
+    def _put_right(self) -> None:
+        """Recovers, unless someone is at work on the accounts."""
+        if self._broken and not self._stepping:
+            self._recover()
+
     def _recover(self) -> None:
-        """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes."""
+        """Lets all running requests be computed again from their tokens, which are right, and forgets prefixes.
+
+        Can be interrupted anywhere, and then be done again.
+        """
         self._line.take_back()
         self._flights = []
         self._open_pools()  # where nobody holds a page, whatever was taken or given back when it was interrupted
-        for request in [r for r in self._running if r is not None]:
-            if not request.ended:
-                self._wait_again(request)
-            self._forget_row(request)
+        for request in [r for r in self._running if r is not None and not r.ended]:
+            self._wait_again(request)
+        for request in [*self._waiting, *(r for r in self._running if r is not None)]:
+            request.leave_row()
+        self._running = [None] * len(self._running)
+        self._table[:] = -1
+        if self._window_table is not None:
+            self._window_table[:] = -1
         self._sent = []
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._line.held())):
             self._line.hold(*self._empty(len(self._running)))
+        self._broken = False
 
     def _step(self) -> None:
         """Gives the device new work before what it made is looked at, wherever that does not decide about the work.
@@ -380,7 +411,7 @@ class Engine:
         the first made is settled, which says who goes on and who has ended, and callers get their text.
         """
         flights, found = self._flights, bool(self._flights)
-        self.stats.late_steps += found and self._line.rests()
+        self.stats.late_steps += found and self._line.is_done()
         self._expire([*self._waiting, *([] if found else self._running)])
         for request in [r for r in self._running if r is not None and r.branches]:
             self._branch(request)
@@ -402,11 +433,13 @@ class Engine:
 
     def _come_to_rest(self) -> None:
         """Settles launches in which nobody has anything left to make, once nobody runs."""
-        if not any(self._running):
-            while self._flights:
+        try:
+            while self._flights and not any(self._running):
                 self._settle(self._flights.pop(0))
-        if not self.busy:
-            self._line.rest()
+            if not self.busy:
+                self._line.finish()
+        except Exception:  # of a launch that nobody needs
+            self._recover()
 
     def _decoding(self) -> list[Request]:
         return [r for r in self._running if r is not None and r.active]
@@ -414,8 +447,8 @@ class Engine:
     def _can_go_ahead(self) -> bool:
         """Whether the launch behind the one in the air can be made before that is settled.
 
-        Someone must have tokens left to make, nobody wait who has a row to begin in, and pages be free for all: who
-        gives pages back is not decided before it is known who has ended.
+        Someone must have tokens left to make, nobody wait who has a row to begin in, and pages be free for all: no
+        launch takes pages from others before it is known who has ended.
         """
         if self._waiting and None in self._running:
             return False
@@ -469,10 +502,17 @@ class Engine:
         """
         count = None if workers is None else check_integer("workers", workers, 1)
         bar = sys.stderr.isatty() if progress is None else check_flag("progress", progress)
-        with self._lock, dispatch.following(self._model.params, self._cache):
+        with self._lock:
             if self._stepping:
                 raise RuntimeError("Expected no warm-up within a step: a callback must not warm up the engine")
-            self._programs.compile(list(self._jobs()), count, bar)
+            self._put_right()
+            with self._accounting():
+                self._line.held()  # raises what a launch has raised
+            self._warm_up(count, bar)
+
+    def _warm_up(self, workers: int | None, progress: bool) -> None:
+        with dispatch.following(self._model.params, self._cache):
+            self._programs.compile(list(self._jobs()), workers, progress)
             on_cpu = all(d.platform == "cpu" for d in self._cache.lengths.devices())
             if not on_cpu and not self.busy:
                 self._run_once()
@@ -493,7 +533,7 @@ class Engine:
             self._line.hold(*self._empty(len(self._running)))
             raise
         finally:
-            self._line.rest()
+            self._line.finish()
 
     def _run_behind(self, length: int) -> None:
         """Runs each program on a token of every row behind texts of ``length`` tokens."""
@@ -540,9 +580,11 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Drops all kept prefixes, so that every page that no request holds is free."""
         with self._lock:
+            self._put_right()
             if any(request is not None for request in self._running):
                 raise RuntimeError("Expected no running requests, their pages are part of prefixes")
-            self._index.clear()
+            with self._accounting():
+                self._index.clear()
 
     # ---- who runs
 
@@ -693,13 +735,10 @@ class Engine:
             return
         try:
             request.output.end(reason)
-        except BaseException as error:  # of the caller's callback
+        except Exception as error:  # of the caller's callback
             request.error = error
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._count(request, reason)
-            self._leave(request)
+        self._count(request, reason)
+        self._leave(request)
 
     def _count(self, request: Request, reason: Reason | None = None) -> None:
         """Counts a request that has ended, once; ``reason``: why from outside, if what was held back did not end it."""
@@ -737,9 +776,7 @@ class Engine:
         self._table[row] = -1
         if self._window_table is not None:
             self._window_table[row] = -1
-        request.row, request.length, request.noted, request.active = -1, 0, 0, False
-        request.pages, request.windows, request.node = [], {}, None
-        request.seat, request.coming = None, 0
+        request.leave_row()
 
     # ---- pages
 
@@ -1026,9 +1063,9 @@ class Engine:
             return cache, rows, (*(made if tops else made[:2]), counted)
 
         if self._programs.has(function, key):
-            return self._line.send(call, work=not places, counted=self._stepping)
+            return self._line.send(call, work=not places, since=self._began if self._stepping else None)
         with dispatch.following(self._model.params, self._cache):
-            return self._line.make(call, work=not places, counted=self._stepping)
+            return self._line.make(call, work=not places, since=self._began if self._stepping else None)
 
     def _jobs(self) -> Iterator[Job]:
         """Everything that can run, with arguments like those that it will have."""

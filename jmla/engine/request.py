@@ -101,6 +101,12 @@ class Request:
         most = len(self.prompt) + (self.params.max_new_tokens or 0) - 1 - self.length
         return min(self.coming_decoded + steps, most)
 
+    def leave_row(self) -> None:
+        """As before it had a row."""
+        self.row, self.length, self.noted, self.active = -1, 0, 0, False
+        self.pages, self.windows, self.node = [], {}, None
+        self.seat, self.coming = None, 0
+
     def let_branches_go(self) -> None:
         """Nobody waits for this request's pages any more."""
         for branch in self.branches:
@@ -172,13 +178,19 @@ class Handle:
 
         Raises:
             FloatingPointError: the model made NaN logits.
+            RuntimeError: the engine knows nothing of the request any more.
         """
         while not self.done:
-            self._engine.step()
+            self._step()
         for request in self._requests:
             if request.error is not None:
                 raise request.error
         return chosen([request.output for request in self._requests], self._params)
+
+    def _step(self) -> None:
+        """Steps the engine; an engine without work that has not ended this request never will."""
+        if not self._engine.step() and not self.done:
+            raise RuntimeError(f"Expected {self!r} to be among its engine's requests, which are all ended")
 
     def __iter__(self) -> Iterator[str | int]:
         """Pieces of text (token ids without a tokenizer) as they become certain; steps the engine meanwhile.
@@ -198,6 +210,6 @@ class Handle:
                 yield request.pieces.pop(0)
             if done:
                 break
-            self._engine.step()
+            self._step()
         if request.error is not None:
             raise request.error

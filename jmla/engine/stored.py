@@ -40,6 +40,7 @@ CALLED: dict[str, Callable[[], Any]] = {
 }
 ELSEWHERE = r"_cache|^jax_log_|_logging_|_dir$|_dump_|_mock_|_timeout_"  # JAX's options that change no program
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JMLA_DISABLE", "CUTE_DSL_", "TRITON_", "JAX_TRITON_")  # beginnings
+OBJECTS = b"\x7fELF", b"\xcf\xfa\xed\xfe"  # how machine code for a CPU begins: Linux, macOS
 DIGEST = 32  # bytes in front of a file's content
 
 
@@ -81,6 +82,17 @@ def _device(args: Any) -> str:
     devices = sorted({d for x in jax.tree.leaves(args) if isinstance(x, jax.Array) for d in x.devices()}, key=str)
     kinds = [(str(d), d.device_kind, getattr(d, "compute_capability", "")) for d in devices]
     return f"{kinds} {[d.client.platform_version for d in devices[:1]]}"
+
+
+def _is_whole(program: Any, serialized: bytes) -> bool:
+    """Whether a program can be run from what it was serialized to.
+
+    XLA's CPU programs keep their machine code only where they were compiled: one that was loaded, as from JAX's
+    persistent compilation cache, is serialized without it, and then fails when it is loaded or called. Those of a GPU
+    keep it. Nothing else tells where a program is from: JAX keeps loaded ones in memory too.
+    """
+    on_cpu = program.runtime_executable().client.platform == "cpu"
+    return not on_cpu or any(beginning in serialized for beginning in OBJECTS)
 
 
 class ProgramStore:
@@ -137,6 +149,8 @@ class ProgramStore:
     def save(self, name: str, program: Any, choices: Sequence[dispatch.Choice] = ()) -> None:
         """Writes a program, whole or not at all; where it cannot, that is logged.
 
+        One that has lost its machine code is not written: each start takes it from JAX's cache, where it came from.
+
         Args:
             name: as ``name`` gives it.
             program: compiled.
@@ -147,7 +161,10 @@ class ProgramStore:
         modules = [module for module in CALLED if module in sys.modules]
         written = None
         try:
-            content = pickle.dumps((serialize_executable.serialize(program), modules, list(choices)))
+            serialized = serialize_executable.serialize(program)
+            if not _is_whole(program, serialized[0]):
+                return
+            content = pickle.dumps((serialized, modules, list(choices)))
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
                 written = file.name

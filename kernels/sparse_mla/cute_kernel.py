@@ -19,6 +19,7 @@ sums over a cluster in ``cute_merge.py``, what is written in ``cute_output.py``,
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -33,6 +34,13 @@ from .cute_gather import gather
 from .cute_merge import bytes_of_parts
 from .cute_place import Arrays, Place, each_tile
 from .cute_plan import Memory, Profile
+
+
+def further(profile: Profile, more: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """What follows the output and its lse, of which each is there only where it is needed: see ``cute.py``."""
+    given = iter(more)
+    parts, masses = (next(given), next(given)) if profile.partial else (None, None)
+    return parts, masses, next(given) if profile.ending is not None else None
 
 
 def build(profile: Profile) -> Any:
@@ -133,10 +141,9 @@ def build(profile: Profile) -> Any:
         cos_sin: Any,
         out: cute.Tensor,
         lse: cute.Tensor,
-        parts: Any = None,
-        masses: Any = None,
-        scales: Any = None,
+        *more: Any,
     ) -> None:
+        parts, masses, scales = further(profile, more)
         inputs = [q, pool_0, indices_0, lengths_0, pool_1, indices_1, lengths_1, sinks, q_scale, out_scale, cos_sin]
         results = [parts, masses, None] if const_expr(profile.partial) else [out, lse, scales]
         attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)

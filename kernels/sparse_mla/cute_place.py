@@ -109,7 +109,7 @@ def share_of(p: cutlass.Constexpr, at: cutlass.Constexpr, lengths: Any, row: Any
             counts[i] = cutlass.min(cutlass.max(length, Int32(0)), Int32(columns))
     blocks_0 = (counts[0] + 63) >> 6
     blocks = blocks_0 + ((counts[1] + 63) >> 6)
-    if const_expr(p.splits == 1):
+    if const_expr(p.shares == 1):
         begin, end = Int32(0), blocks
     elif const_expr(p.split_blocks > 0):
         begin = cutlass.min((group * p.splits + at.share) * p.split_blocks, blocks)
