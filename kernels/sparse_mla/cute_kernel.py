@@ -14,8 +14,8 @@ CTAs that share a row form a cluster. Each sends its parts, in float16 under pow
 some columns each, and every sum runs in the order of the shares.
 
 Here are the kernels and their launcher. The producers are in ``cute_gather.py``, the consumers in ``cute_consume.py``,
-sums over a cluster in ``cute_merge.py``, what is written in ``cute_output.py``, the second kernel, of some forms, in
-``cute_finish.py``, and what all of them use in ``cute_place.py``.
+sums over a cluster in ``cute_merge.py``, what is written in ``cute_output.py`` and, rotated and quantised, in
+``cute_codes.py``, the second kernel, of some forms, in ``cute_finish.py``, what all of them use in ``cute_place.py``.
 """
 
 import functools
