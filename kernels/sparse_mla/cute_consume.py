@@ -386,8 +386,7 @@ def weigh(
 def take_half(p: cutlass.Constexpr, at: cutlass.Constexpr, slot: Any, phase: Any) -> None:
     """Waits for half a block."""
     mbarrier_wait(at.full + 8 * slot, phase)
-    if const_expr(p.tuning.reader_fences):
-        fence_async_shared()
+    fence_async_shared()
 
 
 @cute.jit

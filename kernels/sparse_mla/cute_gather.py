@@ -15,7 +15,6 @@ from ..cute_ptx import (
     copy_4,
     copy_8,
     copy_16,
-    fence_async_shared,
     float_of,
     fma_bf16x2,
     load_shared,
@@ -32,7 +31,7 @@ from ..cute_ptx import (
     wait_copies,
 )
 from .cute_place import NONE, TILE, Place, advance, magnitude, row_of, share_of
-from .cute_plan import Profile
+from .cute_plan import DEPTH, Profile
 
 PIECE = 4096  # bytes of one piece of 16 bytes of each producer thread
 
@@ -98,8 +97,7 @@ def gather(
     indices = tuple(arrays.indices[i] + Int64(row) * (4 * p.sources[i].columns) for i in range(len(p.sources)))
     r = Row(indices, (counts_0, counts_1), blocks_0, begin, end, done)
     raw = at.raw + t.number * 16
-    for i in range_constexpr(p.ahead):
-        copy_slot(p, at, t, r, begin + i)
+    copy_slot(p, at, t, r, begin)
     commit_copies()
     wait_copies(0)
     sync_warp()
@@ -118,7 +116,7 @@ def gather(
         scale_1 = Uint32(0)
         large = Int32(0)
         half = at.keys + slot * (4 * TILE)
-        scales = at.scales + (((j - begin) & (p.depth - 1)) * 64 + t.lane) * p.data.scale_bytes
+        scales = at.scales + (((j - begin) & (DEPTH - 1)) * 64 + t.lane) * p.data.scale_bytes
         rope = at.rope + ((done + (j - begin)) & 1) * TILE + t.rope
         for k in range_constexpr(p.units):
             wait_copies(units - 1)
@@ -185,8 +183,6 @@ def place_piece(
 @cute.jit
 def hand_over(p: cutlass.Constexpr, at: cutlass.Constexpr, t: cutlass.Constexpr, slot: Any, phase: Any) -> Any:
     """Half a block is there."""
-    if const_expr(not p.tuning.reader_fences):
-        fence_async_shared()
     sync_warp()
     if t.number & 31 == 0:
         mbarrier_arrive(at.full + 8 * slot)
@@ -195,7 +191,7 @@ def hand_over(p: cutlass.Constexpr, at: cutlass.Constexpr, t: cutlass.Constexpr,
 
 def slot_at(p: Profile, at: Place, t: Thread, r: Row, block: Any) -> Any:
     """The address of the thread's slot of a block."""
-    return at.slots + ((block - r.begin) & (p.depth - 1)) * 256 + t.lane * 4
+    return at.slots + ((block - r.begin) & (DEPTH - 1)) * 256 + t.lane * 4
 
 
 @cute.jit
@@ -243,12 +239,12 @@ def issue(
                 if size == 0:
                     bias = Float32(NONE)
                 store_shared(at.bias + ((r.done + (block - r.begin)) & 3) * 256 + t.lane * 4, bits_of(bias))
-                place = ((block - r.begin) & (p.depth - 1)) * 64 + t.lane
+                place = ((block - r.begin) & (DEPTH - 1)) * 64 + t.lane
                 if const_expr(p.data.kind == "inline"):
                     copy_16(at.scales + place * 16, scales, size)
                 elif const_expr(p.data.kind == "footer"):
                     copy_8(at.scales + place * 8, scales, size >> 1)
-            copy_slot(p, at, t, r, block + p.ahead)
+            copy_slot(p, at, t, r, block + 1)
         for i in range_constexpr(p.unit):
             piece = p.unit * unit + i
             offset = piece * 64

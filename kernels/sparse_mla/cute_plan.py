@@ -13,6 +13,7 @@ from ..layouts import MAX_SLOTS, KVLayout
 
 BLOCK = 64  # slots of a step
 HEADS = 64  # of a CTA
+DEPTH = 2  # blocks whose slots and scales are kept
 SMS = 132
 SHARED_BYTES = 232448  # of a CTA, at most
 MOST_SPLITS = 10  # CTAs of a cluster that share a row; up to 16 can be asked for
@@ -104,13 +105,11 @@ class Tuning:
         stages: halves of blocks in the ring of dequantised keys, 3 or 4.
         units: in the ring of raw rows, see ``Profile.unit``.
         registers: of the threads of the first and second consumer, and of the producers; None for what they need.
-        reader_fences: whether those who read keys fence, or those who write them.
     """
 
     stages: int = 4
     units: int = 2
     registers: tuple[int, int, int] | None = None
-    reader_fences: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,16 +210,6 @@ class Profile:
         """Pieces of the left half of a block."""
         return 8 if self.data.kind == "plain" else 4
 
-    @property
-    def ahead(self) -> int:
-        """Blocks from that whose first copies start to that whose slots are copied with them."""
-        return 1 if self.tuning.units <= self.units else 2
-
-    @property
-    def depth(self) -> int:
-        """Blocks whose slots and scales are kept."""
-        return 2 * self.ahead
-
     # Outputs: a consumer accumulates half of a part of the values, and CTAs of a cluster merge pieces of 8 of them.
 
     @property
@@ -283,8 +272,8 @@ class Memory:
             "weights": 64 * 64 * 2,
             "queries": 64 * profile.data.width * 2,
             "raw": tuning.units * profile.unit * 4096,
-            "scales": profile.depth * 64 * profile.data.scale_bytes,
-            "slots": profile.depth * 64 * 4,
+            "scales": DEPTH * 64 * profile.data.scale_bytes,
+            "slots": DEPTH * 64 * 4,
             "bias": 4 * 64 * 4,
             "decays": 64 * 4,
             "full": tuning.stages * 8,
@@ -298,8 +287,8 @@ class Memory:
             at += size
         if at > SHARED_BYTES:
             raise ValueError(f"Expected the plan to fit in {SHARED_BYTES} bytes of shared memory, got {at}: {tuning}")
-        if not 0 < 3 * tuning.units <= 5 * profile.units or tuning.stages not in (3, 4):
-            raise ValueError(f"Expected 3 or 4 stages, and at most {5 * profile.units // 3} units: {tuning}")
+        if not 0 < tuning.units <= profile.units or tuning.stages not in (3, 4):
+            raise ValueError(f"Expected 3 or 4 stages, and at most {profile.units} units: {tuning}")
         parts = profile.splits * (2 * profile.part_bytes + 1024)
         if profile.splits > 1 and parts > starts["bias"] - starts["queries"]:
             raise ValueError(f"Expected {profile.splits=} parts to fit over the queries, got {parts} bytes")
