@@ -1,5 +1,6 @@
-"""The codes that consumers of the CuTe attention kernel make of their values, each thread of a warp run on the CPU."""
+"""Parts of the CuTe attention kernel on the CPU, each thread of a warp: codes of its output, values of cached codes."""
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -218,3 +219,51 @@ def test_codes_of_a_consumer_are_those_of_xla(block: int, form: str, rope: int) 
                 warp.run(functools.partial(one_thread, write, p, arrays, stored[row], row, consumer, number))
     np.testing.assert_array_equal(scales, np.asarray(want.scales))
     np.testing.assert_array_equal(codes, np.asarray(want.codes).view(np.uint8))
+
+
+# ---- values of codes
+
+
+def bf16(x: Any) -> Any:
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16)
+
+
+def halves(word: Any) -> Any:
+    return np.array([word], np.uint32).view(ml_dtypes.bfloat16)
+
+
+def word_of(values: Any) -> np.uint32:
+    return np.ascontiguousarray(values, ml_dtypes.bfloat16).view(np.uint32)[0]
+
+
+def product(x: Any, y: Any, z: Any = 0) -> np.uint32:
+    """Of two bf16 each, plus two; rounded once."""
+    added = halves(z).astype(np.float64) if isinstance(z, np.uint32) else 0.0
+    return word_of(bf16(halves(x).astype(np.float64) * halves(y).astype(np.float64) + added))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-30, 127.9, 128.0, 200.3, 255.4, 255.75, 256.0, 1e4, 2.0**40])
+def test_values_of_codes_under_any_float32_scale(scale: float) -> None:
+    """Their bits are those of the rounded product but where its own rounding hardly shows; none becomes NaN."""
+    from jmla.kernels.sparse_mla import cute_gather
+
+    codes = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8)
+    codes = np.pad(codes, (0, -len(codes) % 16))
+    p = dataclasses.replace(profile(1, cute_plan.Ending(8, 128, True, 64)), data=cute_plan.Rows("inline", 576, False))
+    bits = np.float32(scale).view(np.uint32)
+    given = stand_ins(Memory(), Warp()) | {
+        "load_shared": lambda at: bits,
+        "pack_bf16x2": lambda low, high: word_of(bf16([low, high])),
+        "multiply_bf16x2": product,
+        "fma_bf16x2": product,
+    }
+    space = python_of(cute_gather, ("exceeds_inline", "dequantised"), given)
+    got = []
+    with np.errstate(all="ignore"):
+        large = space["exceeds_inline"]([bits] * 4)
+        for some in codes.reshape(-1, 16):
+            words = [np.uint32(x) for x in some.view(np.uint32)]
+            values = np.concatenate([halves(word) for word in space["dequantised"](p, 0, words, 0, large)])
+            got.append(values.reshape(4, 4)[:, np.argsort(ORDER)].reshape(-1))
+    want = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.float64(np.float32(scale))
+    np.testing.assert_allclose(np.concatenate(got).astype(np.float64), want, rtol=2.0**-8, atol=0)

@@ -284,7 +284,7 @@ def test_far_end_of_a_large_pool(layout, implementation):
 
 @KERNELS
 @pytest.mark.parametrize(("block", "form"), [(128, "fp32"), (32, "ue8m0")])
-@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("rows", [1, 16, 64, 70])
 def test_epilogue(rows, block, form, implementation):
     """The fused epilogue against XLA's: values within a step and what bf16 weights round, equal scales of padding."""
     shape = ATTENTION["v4-flash-csa"]

@@ -163,7 +163,7 @@ def test_products_do_not_wait_for_each_other(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "count"), [(128, 1), (64, 1), (16, 2)])
-def test_codes_of_many_rows_take_no_second_kernel(rows: int, count: int) -> None:
+def test_how_many_kernels_codes_take(rows: int, count: int) -> None:
     shape = ATTENTION["v4-flash-csa"]
     epilogue = kernels.Epilogue(jnp.zeros((rows, 64)), groups=shape.groups, scale_form="ue8m0")
 

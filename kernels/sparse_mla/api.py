@@ -64,14 +64,16 @@ def sparse_mla(
     where it is NaN. A row in which nothing takes part gives 0 and lse -inf.
 
     A row's result is bitwise the same whatever rows stand beside it and, with "xla", however wide its index row is
-    padded. With "triton" that takes ``deterministic``, and index rows of the same widths; else it holds up to rounding.
+    padded. With "triton" and "cute" that takes ``deterministic``, and index rows of the same widths; else it holds up
+    to rounding.
 
     "triton" multiplies bfloat16 values, and leaves float32 queries and pools to "xla". On sm_90 it has a kernel of its
     own for the rows of the released models and more than 16 heads. That one reads the scales of inline layouts whose
     ``scale_form`` is "power_of_two" in bfloat16, which is exact for such scales, and rounds dequantised keys under
     "float32" ones to bfloat16, as FlashMLA does. A NaN code under a finite scale, which no writer makes, it may read as
     480. "portable", which serves where it is named, is the kernel of the other GPUs there too, and rounds no key.
-    "cute" is another one for sm_90, chosen for shapes like those on which it was measured to be faster.
+    "cute" is another one for sm_90, chosen for shapes like those on which it was measured to be faster; what is said of
+    that kernel is true of it too, and the parts of a row that several CTAs share are added up from float16.
     Differentiable in ``q``, ``sinks`` and typed plain pools. ``jax.vmap`` works.
 
     Args:

@@ -28,7 +28,7 @@ UNIT = 128  # values of a head that a consumer completes at a time
 
 def padded(p: Profile) -> int:
     """Rows of the scales of an output."""
-    return p.rows if p.ending is None else -(-p.rows // 4) * 4
+    return -(-p.rows // 4) * 4
 
 
 @cute.jit

@@ -33,6 +33,7 @@ from ..cute_ptx import (
 from .cute_place import NONE, TILE, Place, advance, magnitude, row_of, share_of
 from .cute_plan import DEPTH, Profile
 
+LARGE = 0x43000000  # 2^7: such a scale times 2^120, rounded up, may have no bf16
 PIECE = 4096  # bytes of one piece of 16 bytes of each producer thread
 
 
@@ -324,10 +325,10 @@ def exceeds(scales: Any) -> Any:
 
 
 def exceeds_inline(scales: Any) -> Any:
-    """Not 0 if one of the float32 scales is 2^8 or more."""
+    """Not 0 if one of the float32 scales is 2^7 or more."""
     found = Uint32(0)
     for x in scales:
-        found = found | cutlass.select_(magnitude(x) >= Uint32(0x43800000), Uint32(1), Uint32(0))
+        found = found | cutlass.select_(magnitude(x) >= Uint32(LARGE), Uint32(1), Uint32(0))
     return found
 
 
@@ -343,7 +344,7 @@ def dequantised(p: cutlass.Constexpr, piece: cutlass.Constexpr, words: Any, scal
     low = Uint32(0)
     if const_expr(p.data.kind == "inline"):
         bits = load_shared(scale + 4 * (piece // 2))
-        up = cutlass.select_(magnitude(bits) < Uint32(0x43800000), Uint32(0x7B800000), Uint32(0x3F800000))
+        up = cutlass.select_(magnitude(bits) < Uint32(LARGE), Uint32(0x7B800000), Uint32(0x3F800000))
         whole = float_of(bits) * float_of(up)
         factor = pack_bf16x2(whole, whole)
         if const_expr(not p.data.powers):
@@ -360,7 +361,7 @@ def dequantised(p: cutlass.Constexpr, piece: cutlass.Constexpr, words: Any, scal
     if large != 0:  # the rest of a scale that no exponent field holds, or NaN
         rest = Uint32(0)
         if const_expr(p.data.kind == "inline"):
-            rest = cutlass.select_(magnitude(bits) < Uint32(0x43800000), Uint32(0x3F803F80), Uint32(0x7B807B80))
+            rest = cutlass.select_(magnitude(bits) < Uint32(LARGE), Uint32(0x3F803F80), Uint32(0x7B807B80))
         else:
             rest = (cutlass.max(exponent, Uint32(134)) - Uint32(7)) * Uint32(0x00800080)
             if exponent == Uint32(255):

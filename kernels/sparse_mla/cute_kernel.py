@@ -7,8 +7,8 @@ through shared memory.
 
 Codes are not converted but placed: the bits of an e4m3 code, moved into those of a bf16, are 2^-120 times its value,
 and one bf16 product with the scale completes it; a scale that is no power of two is the sum of two bf16 values, which
-takes a product and an fma, of which the second rounds. That leaves the values of every four codes in the order
-1, 3, 0, 2: queries are permuted alike, and the output is put back.
+takes a product and an fma: both round, the first where it hardly ever shows. That leaves the values of every four codes
+in the order 1, 3, 0, 2: queries are permuted alike, and the output is put back.
 
 CTAs that share a row form a cluster. Each sends its parts, in float16 under powers of two, to the CTAs that merge them,
 some columns each, and every sum runs in the order of the shares.

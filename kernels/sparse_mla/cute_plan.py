@@ -18,7 +18,8 @@ SMS = 132
 SHARED_BYTES = 232448  # of a CTA, at most
 MOST_SPLITS = 10  # CTAs of a cluster that share a row; up to 16 can be asked for
 MOST_GROUPS = 24
-FIXED_BLOCKS = 8  # of a share whose size depends on no shape
+MOST_TILES = 65535  # of a grid's second axis
+FIXED_BLOCKS = 8  # of a share of a deterministic row, which the number of rows must not change
 # Clusters of so many CTAs that an H200 holds at a time, by cuOccupancyMaxActiveClusters; where GPUs of the kind may
 # differ, since other SMs are switched off, a little less.
 RESIDENT = {1: 132, 2: 64, 3: 39, 4: 28, 5: 21, 6: 17, 7: 14, 8: 14, 9: 9, 10: 7}
@@ -184,7 +185,7 @@ class Profile:
     def behind(self) -> bool:
         """Whether the first consumer starts on the next block before its sums of values are complete.
 
-        The ring must have room for the next block while this one is held; with three halves that was slower.
+        Where the ring has room for all of the next block; with three halves it was slower.
         """
         return self.tuning.stages > 3
 
@@ -321,10 +322,11 @@ def schedule(rows: int, head_blocks: int, blocks: int, data: Rows, ending: Endin
 
     choices = [
         (splits, parts, groups)
-        for groups in (1, *range(2, MOST_GROUPS + 1))
+        for groups in range(1, MOST_GROUPS + 1)
         for parts in ((1, 2, 4) if groups == 1 else (1,))
         for splits in range(1 if groups == 1 else 2, MOST_SPLITS + 1)
-        if (splits < MOST_SPLITS or parts > 1) and splits * groups <= max(blocks, 1)
+        if (splits < MOST_SPLITS or parts > 1)  # else what is sent has no room
+        and splits * groups <= max(blocks, 1)
     ]
     return min(choices, key=microseconds)
 
@@ -368,7 +370,7 @@ def profile(
     if shares is not None:
         splits, parts, *more = shares
         groups = more[0] if more else 1
-    elif deterministic:  # depends on no number of rows, and padded index rows only add empty shares
+    elif deterministic:  # depends on the width of index rows alone
         split_blocks = max(FIXED_BLOCKS, -(-blocks // 8))
         splits, parts = max(1, -(-blocks // split_blocks)), 1
     else:
@@ -408,6 +410,9 @@ def refuses(shapes: Mapping[str, Any]) -> str | None:
             return "two pools must hold rows of one form"
         if layout.page_stride % 16:
             return f"rows must lie at multiples of 16 bytes, the page stride is {layout.page_stride}"
+    tiles = shapes["R"] * -(-shapes["H"] // HEADS)
+    if tiles > MOST_TILES and (shapes["_deterministic"] or shapes["epilogue"]):
+        return f"serves {MOST_TILES} rows times blocks of {HEADS} heads of this kind, they are {tiles}"
     if shapes["q"] not in ("bfloat16", "float8_e4m3fn"):
         return f"serves bfloat16 and e4m3 queries, they are {shapes['q']}"
     if shapes["v_dim"] != 512:
