@@ -153,6 +153,18 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         pytest.skip("needs an NVIDIA GPU, or for Triton TRITON_INTERPRET=1")
 
 
+MAPS = 40_000  # of the 65,530 memory maps that Linux gives a process by default
+
+
+@pytest.fixture(autouse=True)
+def _make_room_for_programs() -> None:
+    """Drops compiled programs where a module has so many that the compiler would soon find no memory."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _release_compiled_programs() -> Iterator[None]:
     """Drops a module's compiled programs: on the CPU each holds hundreds of memory maps, which Linux limits."""
