@@ -161,13 +161,16 @@ def _make_room_for_programs() -> None:
     """Drops compiled programs where a module has so many that the compiler would soon find no memory."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
-        jax.clear_caches()
-        gc.collect()
+        _drop_programs()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _release_compiled_programs() -> Iterator[None]:
     """Drops a module's compiled programs: on the CPU each holds hundreds of memory maps, which Linux limits."""
     yield
+    _drop_programs()
+
+
+def _drop_programs() -> None:
     jax.clear_caches()
     gc.collect()

@@ -44,16 +44,16 @@ def _strictly(tmp_path: Path) -> Iterator[None]:
     cute_cache.forget()
 
 
-def in_a_process(code: str, *arguments: object, **environment: str) -> None:
-    """Runs code in a new process."""
+def check_in_a_process(code: str, *arguments: object, **environment: str) -> None:
+    """Code runs in a new process to its end."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def equal(got: Any, want: Any) -> None:
-    """Bitwise."""
+def check_equal(got: Any, want: Any) -> None:
+    """Arrays are the same bit for bit."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
 
@@ -85,7 +85,7 @@ def check_a_loop() -> None:
     loop = jax.jit(layers, static_argnames="name", donate_argnums=1)
     for _ in range(4):  # a graph is recorded at first, and then updated: the pools are elsewhere each time
         given = [jnp.array(pool) for pool in pools]
-        equal(loop(q, given, name="cute"), want)
+        check_equal(loop(q, given, name="cute"), want)
         assert given[0].is_deleted()
     out, _ = loop(q, [jnp.array(pool) for pool in pools], name="xla")
     x, y = (np.asarray(x, np.float64) for x in (want[0], out))
@@ -100,7 +100,7 @@ def test_a_loop_over_layers_inside_command_buffers(tmp_path: Path) -> None:
     """In a process of its own, as the flags are read when XLA starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {timing.XLA_FLAGS}"
     code = "from tests import test_gpu_cute as t; t.check_a_loop()"
-    in_a_process(code, XLA_FLAGS=flags, XDG_CACHE_HOME=str(tmp_path))
+    check_in_a_process(code, XLA_FLAGS=flags, XDG_CACHE_HOME=str(tmp_path))
 
 
 # ---- shards
@@ -116,7 +116,7 @@ def test_shards() -> None:
     sharded = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     got = jax.tree.map(np.asarray, jax.jit(sharded)(*whole))
     alone = [jax.tree.map(np.asarray, jax.jit(step)(*part)) for part in parts]
-    equal(got, jax.tree.map(lambda *xs: np.concatenate(xs), *alone))
+    check_equal(got, jax.tree.map(lambda *xs: np.concatenate(xs), *alone))
 
 
 # ---- batching, and what memory held before
@@ -128,7 +128,7 @@ def test_vmap_runs_one_call_after_another() -> None:
     step = functools.partial(layer, 0)
     got = jax.jit(jax.vmap(step))(*jax.tree.map(lambda *xs: jnp.stack(xs), *parts))
     alone = [jax.jit(step)(*part) for part in parts]
-    equal(got, jax.tree.map(lambda *xs: np.stack(xs), *alone))
+    check_equal(got, jax.tree.map(lambda *xs: np.stack(xs), *alone))
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -142,7 +142,7 @@ def test_what_memory_held_before_does_not_matter(rows: int) -> None:
         jax.block_until_ready([jnp.full((1 << 20,), jnp.nan) for _ in range(16)])
         results.append(jax.tree.map(np.asarray, call(q, pools, slots)))
     for result in results:
-        equal(result, results[0])
+        check_equal(result, results[0])
     assert not results[0][0][rows // 3].any()
     assert np.isneginf(results[0][1][rows // 3]).all()
     assert np.isfinite(results[0][0].astype(np.float32)).all()
@@ -168,9 +168,9 @@ np.savez(folder / "results.npz", *results)
 
 def check_elsewhere(folder: Path, load: str, want: Any) -> None:
     """Runs a program that this process left in ``folder``, in one that compiles no kernel."""
-    in_a_process(LOADED.format(load=load), folder)
+    check_in_a_process(LOADED.format(load=load), folder)
     with np.load(folder / "results.npz") as results:
-        equal([results[name] for name in results.files], want)
+        check_equal([results[name] for name in results.files], want)
 
 
 def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_cold_start_that_cannot_compile_is_served_by_triton(
     for _ in range(2):
         got = jax.jit(functools.partial(attend, SHAPE))(*given)
         jax.clear_caches()
-    equal(got, jax.jit(functools.partial(attend, SHAPE, implementation="triton"))(*given))
+    check_equal(got, jax.jit(functools.partial(attend, SHAPE, implementation="triton"))(*given))
     assert caplog.text.count("Another implementation serves") == 1
     (choice, *_) = dispatch.report()
     assert choice.implementation.startswith("triton on cuda")
@@ -263,4 +263,4 @@ def test_every_kind_of_pool_of_the_packer_in_one_program() -> None:
             for layout in kinds
         ]
 
-    equal(jax.jit(lambda: packed("cute"))(), jax.jit(lambda: packed("triton"))())
+    check_equal(jax.jit(lambda: packed("cute"))(), jax.jit(lambda: packed("triton"))())

@@ -274,9 +274,9 @@ def attend_right(
                 words[4 * i + n] = loaded[n]
         decay_0, decay_1 = load_for_quad(at, cell)
         barrier_arrive(WEIGHTS_FREE, 256)
-        take_half(p, at, right_slot, right_phase)
+        take_half(at, right_slot, right_phase)
         if const_expr(p.value_parts > 1):
-            take_half(p, at, left_slot, left_phase)
+            take_half(at, left_slot, left_phase)
         accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
         warpgroup.wait_group(0)
         give_back(p, at, cell, left_slot, right_slot)
@@ -295,7 +295,7 @@ def attend_right(
 @cute.jit
 def multiply_left(p: cutlass.Constexpr, at: cutlass.Constexpr, x: cutlass.Constexpr, slot: Any, phase: Any) -> None:
     """Starts the product of queries and the left half of a block, once it is there."""
-    take_half(p, at, slot, phase)
+    take_half(at, slot, phase)
     mma = logits_product()
     warpgroup.fence()
     for k in range_constexpr(16):
@@ -309,7 +309,7 @@ def multiply_right(
     p: cutlass.Constexpr, at: cutlass.Constexpr, x: cutlass.Constexpr, slot: Any, phase: Any, turn: Any
 ) -> None:
     """Adds the product of queries and the right half of a block, the one of a number; completes the logits."""
-    take_half(p, at, slot, phase)
+    take_half(at, slot, phase)
     mma = logits_product()
     mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.fence()
@@ -383,7 +383,7 @@ def weigh(
 
 
 @cute.jit
-def take_half(p: cutlass.Constexpr, at: cutlass.Constexpr, slot: Any, phase: Any) -> None:
+def take_half(at: cutlass.Constexpr, slot: Any, phase: Any) -> None:
     """Waits for half a block."""
     mbarrier_wait(at.full + 8 * slot, phase)
     fence_async_shared()

@@ -132,7 +132,7 @@ class Profile:
         split_blocks: blocks of a share; 0 for an even share of what the row has.
         groups: clusters that share the blocks of a row, whose results a second kernel merges.
         value_parts: clusters that share the values of a row, 1, 2 or 4.
-        teams: CTAs that take all tiles in turn, where there are no splits.
+        teams: CTAs that take all tiles in turn; with splits clusters, one for each tile.
         tuning: the rest.
     """
 
