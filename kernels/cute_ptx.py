@@ -103,6 +103,12 @@ def store_shared(at: Any, x: Any, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
+def store_shared_byte(at: Any, x: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Stores the lowest byte."""
+    _asm(None, [(Int32, at), (Uint32, x)], "st.shared.b8 [$0], $1;", "r,r", True, loc, ip)
+
+
+@dsl_user_op
 def store_shared_2(at: Any, x: Any, y: Any, *, loc: Any = None, ip: Any = None) -> None:
     operands = [(Int32, at), (Uint32, x), (Uint32, y)]
     _asm(None, operands, "st.shared.v2.b32 [$0], {$1,$2};", "r,r,r", True, loc, ip)
@@ -126,6 +132,18 @@ def fence_async_shared(*, loc: Any = None, ip: Any = None) -> None:
 @dsl_user_op
 def load_global(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
     return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.nc.b32 $0, [$1];", "=r,l", True, loc, ip))
+
+
+@dsl_user_op
+def load_global_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """4 bytes, or zeros where ``here`` is 0."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
+    return Uint32(_asm(T.i32(), [(Int64, at), (Int32, here)], text, "=&r,l,r", True, loc, ip))
+
+
+@dsl_user_op
+def load_global_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    return _words(2, [(Int64, at)], "ld.global.nc.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
 
 
 @dsl_user_op

@@ -67,7 +67,8 @@ def _sparse_mla(
         jax.ShapeDtypeStruct((rows, heads), jnp.float32),
     ]
     if profile.partial:
-        outputs += [jax.ShapeDtypeStruct((rows, profile.groups, heads, n), jnp.float32) for n in (v_dim, 1)]
+        kinds = ((v_dim, jnp.float16), (profile.marks, jnp.float32))
+        outputs += [jax.ShapeDtypeStruct((rows, profile.groups, heads, n), kind) for n, kind in kinds]
     if ending is not None:
         each = heads // ending.groups
         outputs[0] = jax.ShapeDtypeStruct((ending.groups, rows, each * v_dim), jnp.float8_e4m3fn)

@@ -12,6 +12,7 @@ from ..cute_ptx import (
     e4m3x4,
     float_of,
     load_global,
+    load_global_if,
     permute,
     shuffle_xor,
     store_global,
@@ -23,8 +24,6 @@ from .cute_place import Arrays, magnitude
 from .cute_plan import Ending, Profile
 from .epilogue import MIN_AMAX
 
-UNIT = 128  # values of a head that a consumer completes at a time
-
 
 def padded(p: Profile) -> int:
     """Rows of the scales of an output."""
@@ -32,60 +31,83 @@ def padded(p: Profile) -> int:
 
 
 @cute.jit
-def write_unit(
-    p: cutlass.Constexpr,
-    arrays: cutlass.Constexpr,
-    c: cutlass.Constexpr,
-    values: cutlass.Constexpr,
-    column: cutlass.Constexpr,
-) -> None:
-    """Writes 128 values of heads h and h + 8 from a column on, as a consumer has them: four for each 8 of a head."""
-    ending = p.ending
-    turns = []
-    for i in range_constexpr(16):
-        place = column + 8 * i - (512 - ending.rope)
-        if const_expr(place >= 0):
-            turns.append(angle(p, arrays, c.row, Int32(place // 2) + c.quad))
-    for second in range_constexpr(2):
-        head = c.head + c.h + 8 * second
-        here = head < p.heads
-        x = [values[4 * i + 2 * second + n] for i in range(16) for n in range(2)]
-        for i in range_constexpr(len(turns)):
-            n = 2 * (16 - len(turns) + i)
-            x[n], x[n + 1] = turned(x[n], x[n + 1], *turns[i])
-        each = ending.block // 4  # of a thread under a scale
-        for b in range_constexpr(32 // each):
-            largest = Uint32(0)
-            for n in range_constexpr(each):
-                largest = larger_word(largest, magnitude(bits_of(x[b * each + n])))
-            largest = larger_word(largest, shuffle_xor(largest, 1))
-            largest = larger_word(largest, shuffle_xor(largest, 2))
-            word, inverse = scale_of(ending, largest)
-            for n in range_constexpr(each):
-                x[b * each + n] = x[b * each + n] * inverse
-            if c.quad == 0 and here:
-                write_scales(p, arrays, c.row, head, Int32(column // ending.block + b), word)
-        to = codes_at(p, arrays, c.row, head) + Int64(c.quad * 16)
-        for half in range_constexpr(2):
-            pairs = [e4m3x4(*x[16 * half + 4 * k : 16 * half + 4 * k + 4]) for k in range(4)]
-            a, b, d, e = transposed(pairs, c.quad)
-            # Values 1, 3, 0, 2 of a piece are in a and b, but for those that were not codes.
-            as_is = column + 64 * half >= 448
-            low, high = (0x5410, 0x7632) if as_is else (0x1504, 0x3726)
-            words = [permute(a, b, low), permute(d, e, low), permute(a, b, high), permute(d, e, high)]
-            if here:
-                store_global_4(to + (column + 64 * half), *words)
-
-
-@cute.jit
 def write_units(
     p: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr, acc: Any, share_0: Any, share_1: Any
 ) -> None:
     """Writes a consumer's values, multiplied by the factors of heads h and h + 8."""
-    shares = (share_0, share_0, share_1, share_1)
-    for unit in range_constexpr(2):
-        values = [acc[64 * unit + n] * shares[n % 4] for n in range(64)]
-        write_unit(p, arrays, c, values, 256 * c.consumer + UNIT * unit)
+    turns = angles(p, arrays, c.row, c.quad, Int32(1)) if const_expr(c.consumer == 1) else []
+    for unit in range_constexpr(4):  # 128 values of one of the heads
+        half, second = unit // 2, unit % 2
+        factor = (share_0, share_1)[second]
+        chunks = []
+        for start in (64 * half, 64 * half + 32):
+            values = [acc[i + 2 * second + n] * factor for i in range(start, start + 32, 4) for n in (0, 1)]
+            last = c.consumer == 1 and start == 96
+            chunks.append(turned(values, turns, True) if last else values)
+        column = Int32(256 * c.consumer + 128 * half)
+        write_chunks(p, arrays, c.row, c.head + c.h + 8 * second, c.quad, chunks, column, (1, 2))
+
+
+@cute.jit
+def write_chunks(
+    p: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    row: Any,
+    head: Any,
+    quad: Any,
+    chunks: cutlass.Constexpr,
+    column: Any,
+    masks: cutlass.Constexpr,
+) -> None:
+    """Writes chunks of 64 values of a head from a column on: of each a thread of a quad has two of each 8.
+
+    Threads whose numbers differ by ``masks`` have 128 values together.
+    """
+    ending = p.ending
+    here = head < p.heads
+    x = [value for values in chunks for value in values]
+    whole = ending.block == 128
+    each = len(x) if whole else 8  # of a thread under a scale
+    for b in range_constexpr(len(x) // each):
+        largest = Uint32(0)
+        for n in range_constexpr(each):
+            largest = larger_word(largest, magnitude(bits_of(x[b * each + n])))
+        for mask in masks if whole else (1, 2):
+            largest = larger_word(largest, shuffle_xor(largest, mask))
+        word, inverse = scale_of(ending, largest)
+        for n in range_constexpr(each):
+            x[b * each + n] = x[b * each + n] * inverse
+        if quad == 0 and here and column % ending.block == 0:
+            write_scales(p, arrays, row, head, column // ending.block + b, word)
+    to = codes_at(p, arrays, row, head) + Int64(column + quad * 16)
+    for k in range_constexpr(len(chunks)):
+        pairs = [e4m3x4(*x[16 * k + 4 * n : 16 * k + 4 * n + 4]) for n in range(4)]
+        a, b, d, e = transposed(pairs, quad)
+        # Values 1, 3, 0, 2 of a piece are in a and b, but for those that were not codes.
+        as_is = column + 64 * k >= 448
+        low = cutlass.select_(as_is, Uint32(0x5410), Uint32(0x1504))
+        high = cutlass.select_(as_is, Uint32(0x7632), Uint32(0x3726))
+        words = [permute(a, b, low), permute(d, e, low), permute(a, b, high), permute(d, e, high)]
+        if here:
+            store_global_4(to + 64 * k, *words)
+
+
+def angles(p: Profile, arrays: Arrays, row: Any, quad: Any, here: Any) -> list[tuple[Any, Any]]:
+    """Cosines and sines of a thread's rotated pairs, or zeros where ``here`` is 0."""
+    ending: Any = p.ending
+    table = arrays.cos_sin + (Int64(row) * ending.rope + Int64(quad)) * 4
+    starts = [table + 16 * i for i in range(ending.rope // 8)]
+    return [tuple(float_of(load_global_if(here, x + n)) for n in (0, 2 * ending.rope)) for x in starts]
+
+
+def turned(values: Any, turns: Any, last: Any) -> list[Any]:
+    """The values of a chunk, rotated back where it is the last one of a row."""
+    found = list(values)
+    for i, (cos, sin) in enumerate(turns, 8 - len(turns)):
+        pair = turned_pair(found[2 * i], found[2 * i + 1], cos, sin)
+        for n in range(2):
+            found[2 * i + n] = pair[n] if last is True else cutlass.select_(last, pair[n], found[2 * i + n])
+    return found
 
 
 def codes_at(p: Profile, arrays: Arrays, row: Any, head: Any) -> Any:
@@ -103,7 +125,7 @@ def angle(p: Profile, arrays: Arrays, row: Any, pair: Any) -> tuple[Any, Any]:
     return float_of(load_global(table)), float_of(load_global(table + 2 * ending.rope))
 
 
-def turned(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+def turned_pair(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
     """A pair, rotated back."""
     return even * cos + odd * sin, odd * cos - even * sin
 
@@ -160,7 +182,7 @@ def write_codes(
         even, odd = pairs[i]
         place = thread * 4 + 2 * i - (512 - ending.rope)
         if place >= 0:
-            even, odd = turned(even, odd, *angle(p, arrays, row, place >> 1))
+            even, odd = turned_pair(even, odd, *angle(p, arrays, row, place >> 1))
         values += [even, odd]
         for x in (even, odd):
             largest = larger_word(largest, magnitude(bits_of(x)))

@@ -8,6 +8,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ..cute_ptx import (
+    any_lane,
     barrier_arrive,
     barrier_sync,
     bf16_of_e4m3,
@@ -47,6 +48,7 @@ from .cute_place import (
 from .cute_plan import Profile
 from .forms import LOG2E
 
+ONE = 0x3F800000  # the word of 1.0
 WEIGHTS_READY, WEIGHTS_FREE, QUERIES_READY = 1, 2, 3  # named barriers between the consumers
 
 
@@ -195,10 +197,10 @@ def attend_left(
             slot, phase = advance(p, right_slot, right_phase)
             turn = done + (j - begin)
             multiply_right(p, at, x, right_slot, right_phase, turn)
-            top_0, top_1, mass_0, mass_1, decay_0, decay_1 = weigh(
+            top_0, top_1, mass_0, mass_1, decay_0, decay_1, changed = weigh(
                 p, at, cell, x, sums, turn, top_0, top_1, mass_0, mass_1
             )
-            accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+            accumulate(p, cell, sums, decay_0, decay_1, changed, left_slot, right_slot)
             if const_expr(p.behind):
                 multiply_left(p, at, x, slot, phase)
                 warpgroup.wait_group(1)
@@ -214,8 +216,10 @@ def attend_left(
         multiply_right(p, at, x, right_slot, right_phase, turn)
         if const_expr(p.splits > 1):
             announce(p, at, cell.lane)
-        top_0, top_1, mass_0, mass_1, decay_0, decay_1 = weigh(p, at, cell, x, sums, turn, top_0, top_1, mass_0, mass_1)
-        accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+        top_0, top_1, mass_0, mass_1, decay_0, decay_1, changed = weigh(
+            p, at, cell, x, sums, turn, top_0, top_1, mass_0, mass_1
+        )
+        accumulate(p, cell, sums, decay_0, decay_1, changed, left_slot, right_slot)
         warpgroup.wait_group(0)
         give_back(p, at, cell, left_slot, right_slot)
 
@@ -277,7 +281,8 @@ def attend_right(
         take_half(at, right_slot, right_phase)
         if const_expr(p.value_parts > 1):
             take_half(at, left_slot, left_phase)
-        accumulate(p, cell, sums, decay_0, decay_1, left_slot, right_slot)
+        changed = any_lane((bits_of(decay_0) ^ ONE) | (bits_of(decay_1) ^ ONE))
+        accumulate(p, cell, sums, decay_0, decay_1, changed, left_slot, right_slot)
         warpgroup.wait_group(0)
         give_back(p, at, cell, left_slot, right_slot)
     if const_expr(p.splits == 1):
@@ -337,33 +342,43 @@ def weigh(
 ) -> Any:
     """The weights of a block, for both consumers.
 
-    Returns the largest logits and the masses of heads h and h + 8 with it, and by what earlier sums decay.
+    Returns what logits of heads h and h + 8 are taken from, the masses, by what earlier sums decay, and whether those of
+    some head of the warp do.
     """
     logits = x.logits
     words = cute.recast_tensor(sums.weights, Uint32)
-    bounds = at.bias + (turn & 3) * 256 + c.quad * 8
-    # The smaller one of a logit and of minus infinity is that even where the logit is NaN; beside infinity NaN
-    # becomes infinity, of which the exponential makes NaN again.
-    new_0, new_1 = Float32(NONE), Float32(NONE)
-    for i in range_constexpr(8):
-        if const_expr(not p.plainly_scaled):
+    if const_expr(not p.plainly_scaled):
+        for i in range_constexpr(8):
             for n in range_constexpr(2):
                 logits[4 * i + n] = logits[4 * i + n] * x.factor_0
                 logits[4 * i + n + 2] = logits[4 * i + n + 2] * x.factor_1
-        least = [float_of(word) for word in load_shared_2(bounds + 32 * i)]
-        for n in range_constexpr(4):
-            logits[4 * i + n] = cute.arch.fmin(logits[4 * i + n], least[n % 2])
+    some = load_shared_2(at.holes + (turn & 3) * 8)
+    if (some[0] | some[1]) != 0:
+        # The smaller one of a logit and of minus infinity is that even where the logit is NaN; beside infinity NaN
+        # becomes infinity, of which the exponential makes NaN again.
+        bounds = at.bias + (turn & 3) * 256 + c.quad * 8
+        for i in range_constexpr(8):
+            least = [float_of(word) for word in load_shared_2(bounds + 32 * i)]
+            for n in range_constexpr(4):
+                logits[4 * i + n] = cute.arch.fmin(logits[4 * i + n], least[n % 2])
+    new_0, new_1 = Float32(NONE), Float32(NONE)
+    for i in range_constexpr(8):
         new_0 = cute.arch.fmax(new_0, cute.arch.fmax(logits[4 * i], logits[4 * i + 1]))
         new_1 = cute.arch.fmax(new_1, cute.arch.fmax(logits[4 * i + 2], logits[4 * i + 3]))
-    new_0, new_1 = largest_of_quad(new_0), largest_of_quad(new_1)
     by_0, by_1 = Float32(1.0), Float32(1.0)
     if const_expr(p.plainly_scaled):  # a positive factor leaves the order, and goes into the exponent
         by_0, by_1 = x.factor_0, x.factor_1
         new_0, new_1 = new_0 * x.factor_0, new_1 * x.factor_1
-    new_0, new_1 = cute.arch.fmax(top_0, new_0), cute.arch.fmax(top_1, new_1)
-    origin_0, origin_1 = origin(new_0), origin(new_1)
-    decay_0, decay_1 = exp2(top_0 - origin_0), exp2(top_1 - origin_1)
-    top_0, top_1 = new_0, new_1
+    # What logits are taken from follows the largest one only where that is far above: few blocks make sums decay.
+    decay_0, decay_1 = Float32(1.0), Float32(1.0)
+    changed = any_lane(above(new_0, top_0) | above(new_1, top_1))
+    if changed != 0:
+        new_0, new_1 = largest_of_quad(new_0), largest_of_quad(new_1)
+        new_0 = cutlass.select_(above(new_0, top_0) != 0, new_0, top_0)
+        new_1 = cutlass.select_(above(new_1, top_1) != 0, new_1, top_1)
+        decay_0, decay_1 = exp2(top_0 - origin(new_0)), exp2(top_1 - origin(new_1))
+        top_0, top_1 = new_0, new_1
+    origin_0, origin_1 = origin(top_0), origin(top_1)
     sum_0, sum_1 = Float32(0.0), Float32(0.0)
     for i in range_constexpr(8):
         e, f = [exp2(logits[4 * i + n] * by_0 - origin_0) for n in (0, 1)]
@@ -379,7 +394,12 @@ def weigh(
         store_shared_4(to, *[words[4 * i + n] for n in range(4)])
     store_for_quad(at, c, decay_0, decay_1)
     barrier_arrive(WEIGHTS_READY, 256)
-    return top_0, top_1, mass_0, mass_1, decay_0, decay_1
+    return top_0, top_1, mass_0, mass_1, decay_0, decay_1, changed
+
+
+def above(x: Any, top: Any) -> Any:
+    """Not 0 if x is so far above what logits are taken from that this must follow: weights stay under 2^8."""
+    return cutlass.select_(x > top + Float32(8.0), Uint32(1), Uint32(0))
 
 
 @cute.jit
@@ -418,16 +438,18 @@ def accumulate(
     sums: cutlass.Constexpr,
     decay_0: Any,
     decay_1: Any,
+    changed: Any,
     left_slot: Any,
     right_slot: Any,
 ) -> None:
     """Starts adding weights times values to what is left of earlier sums."""
     acc = sums.acc
-    for i in range_constexpr(p.values // 8):
-        acc[4 * i] = acc[4 * i] * decay_0
-        acc[4 * i + 1] = acc[4 * i + 1] * decay_0
-        acc[4 * i + 2] = acc[4 * i + 2] * decay_1
-        acc[4 * i + 3] = acc[4 * i + 3] * decay_1
+    if changed != 0:
+        for i in range_constexpr(p.values // 8):
+            acc[4 * i] = acc[4 * i] * decay_0
+            acc[4 * i + 1] = acc[4 * i + 1] * decay_0
+            acc[4 * i + 2] = acc[4 * i + 2] * decay_1
+            acc[4 * i + 3] = acc[4 * i + 3] * decay_1
     tile = value_tile(p, c, left_slot, right_slot)
     mma = values_product(p)
     mma.set(warpgroup.Field.ACCUMULATE, True)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from ..cute_ptx import exp2, float_of, load_global, load_global_4, pack_bf16x2, store_global_2, thread_index
+from ..cute_ptx import exp2, float_of, load_global, load_global_2, pack_bf16x2, store_global_2, thread_index, unpack_f16x2
 from .cute_codes import write_codes
 from .cute_output import is_rope, share_of_head, write_lse
 from .cute_place import NONE, origin
@@ -29,21 +29,25 @@ def complete(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: An
 @cute.jit
 def merged_groups(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: Any, thread: Any) -> Any:
     """Four values of a row and head, in the order of dequantised values; writes its lse."""
-    masses = arrays.masses + (Int64(row) * (p.groups * p.heads) + Int64(head)) * 4
-    parts = arrays.parts + (Int64(row) * (p.groups * p.heads) + Int64(head)) * 2048 + Int64(thread * 16)
+    place = Int64(row) * (p.groups * p.heads) + Int64(head)
+    parts = arrays.parts + place * 1024 + Int64(thread * 8)
+    marks = arrays.masses + place * (4 * p.marks)
+    words = [load_global_2(parts + g * (1024 * p.heads)) for g in range(p.groups)]  # all of them are under way
+    downs = 4 * (1 + thread * 4 // p.values)
+    known = [marks + g * (4 * p.marks * p.heads) for g in range(p.groups)]
+    known = [(float_of(load_global(x)), float_of(load_global(x + Int64(downs)))) for x in known]
     top = Float32(NONE)
-    logs = []
     for g in range_constexpr(p.groups):
-        logs.append(float_of(load_global(masses + g * (4 * p.heads))))
-        top = cute.arch.fmax(top, logs[g])
+        top = cute.arch.fmax(top, known[g][0])
     mass = Float32(0.0)
     sums = [Float32(0.0)] * 4
     for g in range_constexpr(p.groups):
-        weight = exp2(logs[g] - origin(top))
+        weight = exp2(known[g][0] - origin(top))
         mass = mass + weight
-        words = load_global_4(parts + g * (2048 * p.heads))
+        weight = weight * known[g][1]
+        values = [*unpack_f16x2(words[g][0]), *unpack_f16x2(words[g][1])]
         for i in range_constexpr(4):
-            sums[i] = sums[i] + float_of(words[i]) * weight
+            sums[i] = sums[i] + values[i] * weight
     factor = share_of_head(p, arrays, top, mass, head, Int32(0), False)
     if thread == 0:
         write_lse(p, arrays.lse, row, head, Int32(0), top, mass, False)

@@ -26,6 +26,7 @@ from ..cute_ptx import (
     pack_bf16x2,
     store_shared,
     store_shared_4,
+    store_shared_byte,
     sync_warp,
     thread_index,
     wait_copies,
@@ -138,10 +139,11 @@ def gather(
             if const_expr(k == 0):
                 mbarrier_wait(at.empty + 8 * slot, phase)
             for i in range_constexpr(p.unit):
-                piece = k * p.unit + i
-                if const_expr(piece == p.left):
+                piece = p.order[k * p.unit + i]
+                if const_expr(k * p.unit + i == p.left):
                     slot, phase = hand_over(p, at, t, slot, phase)
                     half = at.keys + slot * (4 * TILE)
+                if const_expr(piece == p.left):
                     mbarrier_wait(at.empty + 8 * slot, phase)
                 scale = scales
                 if const_expr(p.data.kind == "footer"):
@@ -235,11 +237,15 @@ def issue(
         if const_expr(unit == 0):
             scales = Int64(0)
             source, scales, size = locate(p, at, arrays, t, r, block)
+            turn = (r.done + (block - r.begin)) & 3
+            hole = any_lane(cutlass.select_(size == 0, Uint32(1), Uint32(0)))
+            if t.number & 31 == 0:
+                store_shared_byte(at.holes + turn * 8 + (t.number >> 5), hole)
             if t.part == 0:
                 bias = Float32(-NONE)
                 if size == 0:
                     bias = Float32(NONE)
-                store_shared(at.bias + ((r.done + (block - r.begin)) & 3) * 256 + t.lane * 4, bits_of(bias))
+                store_shared(at.bias + turn * 256 + t.lane * 4, bits_of(bias))
                 place = ((block - r.begin) & (DEPTH - 1)) * 64 + t.lane
                 if const_expr(p.data.kind == "inline"):
                     copy_16(at.scales + place * 16, scales, size)
@@ -247,7 +253,7 @@ def issue(
                     copy_8(at.scales + place * 8, scales, size >> 1)
             copy_slot(p, at, t, r, block + 1)
         for i in range_constexpr(p.unit):
-            piece = p.unit * unit + i
+            piece = p.order[p.unit * unit + i]
             offset = piece * 64
             if const_expr(p.data.kind == "inline" and offset >= 512):
                 offset = offset + 16

@@ -65,6 +65,8 @@ def build(profile: Profile) -> Any:
         lse: Int64,
         scales: Int64,
     ) -> None:
+        if const_expr(profile.partial):  # the second kernel may be made ready beside this one; it waits for its end
+            cute.arch.griddepcontrol_launch_dependents()
         share, first, _ = cute.arch.block_idx()
         if const_expr(not clustered):
             share, first = Int32(0), share
@@ -81,7 +83,7 @@ def build(profile: Profile) -> Any:
                 mbarrier_init(at.empty + 8 * stage, readers)
             if const_expr(clustered):
                 mbarrier_init(at.ready, 4 * profile.splits)
-                mbarrier_init(at.merged, 1)
+                mbarrier_init(at.merged, 1 + 8)  # what others send, and the warps of the consumers
                 for s in range_constexpr(profile.splits):
                     if share == s:
                         mbarrier_expect(at.merged, bytes_of_parts(profile, s))
@@ -112,6 +114,7 @@ def build(profile: Profile) -> Any:
         lse: Int64,
         scales: Int64,
     ) -> None:
+        cute.arch.griddepcontrol_wait()
         head, row, _ = cute.arch.block_idx()
         given = {"parts": parts, "masses": masses, "sinks": sinks, "out_scale": out_scale, "cos_sin": cos_sin}
         arrays = Arrays(**given, out=out, lse=lse, scales=scales)
@@ -149,7 +152,7 @@ def build(profile: Profile) -> Any:
         attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)
         if const_expr(profile.partial):
             combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
-                grid=[profile.heads, profile.rows, 1], block=[128, 1, 1], stream=stream
+                grid=[profile.heads, profile.rows, 1], block=[128, 1, 1], stream=stream, use_pdl=True
             )
 
     return launch

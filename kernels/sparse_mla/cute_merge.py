@@ -1,4 +1,7 @@
-"""CTAs of a cluster that share a row send each other their parts of the sparse attention, and merge them."""
+"""CTAs of a cluster that share a row send each other their parts of the sparse attention, and merge them.
+
+Each merges all values of some heads, four by four, so that what becomes of a head needs no further exchange.
+"""
 
 from typing import Any
 
@@ -10,46 +13,53 @@ from ..cute_ptx import (
     bits_of,
     exp2,
     float_of,
-    larger_magnitude,
-    load_shared_2,
     load_shared_4,
     map_shared,
+    mbarrier_arrive,
     mbarrier_arrive_cluster,
     mbarrier_wait_cluster,
-    pack_bf16x2,
     pack_f16x2,
     send_1,
     send_2,
     send_4,
+    store_shared,
     store_shared_2,
     store_shared_4,
     sync_warp,
     unpack_f16x2,
 )
-from .cute_codes import UNIT, write_unit
+from .cute_codes import angles, turned, write_chunks
 from .cute_output import (
     Cell,
-    column_of,
+    biggest_of,
+    lift,
     line_of,
+    packed,
     share_of_head,
-    values_at,
+    write_chunk,
     write_lse,
-    write_pairs,
-    write_pieces,
-    write_sums,
+    write_part,
 )
-from .cute_place import NONE, Place, largest_of_quad, origin
-from .cute_plan import Profile
+from .cute_place import NONE, Place, origin
+from .cute_plan import FOUR, Profile
+
+KNOWN = 16  # bytes that are sent of a head: what logits were taken from, the mass, and what undoes both lifts
 
 
 def bytes_of_parts(p: Profile, share: int) -> int:
-    """What is sent to the CTA that merges the pieces of a share."""
-    return p.splits * 1024 + (p.splits - 1) * p.owned(share)[1] * 2 * 1024
+    """What other CTAs send to the one that merges the heads of a share."""
+    return p.owned(share)[1] * (p.splits - 1) * (2 * p.part_bytes + FOUR * KNOWN)
 
 
-def statistics_at(p: Profile, at: Place) -> Any:
-    """For each share and head the largest logit, the mass, and what the parts of each consumer are multiplied by."""
-    return at.queries + 2 * p.splits * p.part_bytes
+def part_at(p: Profile, at: Place, number: Any, share: Any, consumer: Any) -> Any:
+    """The address of what a consumer of a share sends of four heads, those of a number among those of a CTA."""
+    return at.queries + ((number * p.splits + share) * 2 + consumer) * p.part_bytes
+
+
+def known_at(p: Profile, at: Place, number: Any, share: Any, head: Any) -> Any:
+    """The address of what a share sends of one of four heads besides."""
+    start = at.queries + p.most * p.splits * (2 * p.part_bytes)
+    return start + ((number * p.splits + share) * FOUR + head) * KNOWN
 
 
 @cute.jit
@@ -58,79 +68,6 @@ def announce(p: cutlass.Constexpr, at: cutlass.Constexpr, lane: Any) -> None:
     sync_warp()
     if lane < p.splits:
         mbarrier_arrive_cluster(map_shared(at.ready, lane))
-
-
-@cute.jit
-def lifts(p: cutlass.Constexpr, acc: Any) -> Any:
-    """Powers of two that lift values of heads h and h + 8 to the top of float16's range, and their inverses."""
-    biggest_0, biggest_1 = Float32(0.0), Float32(0.0)
-    for i in range_constexpr(p.pieces):
-        biggest_0 = larger_magnitude(larger_magnitude(biggest_0, acc[4 * i]), acc[4 * i + 1])
-        biggest_1 = larger_magnitude(larger_magnitude(biggest_1, acc[4 * i + 2]), acc[4 * i + 3])
-    found = []
-    for biggest in (largest_of_quad(biggest_0), largest_of_quad(biggest_1)):
-        exponent = Int32(bits_of(biggest) >> 23)
-        field = cutlass.min(cutlass.max(Int32(268) - exponent, Int32(1)), Int32(253))
-        field = cutlass.select_(exponent == 255, Int32(127), field)  # beside infinity others stay what they are
-        found += [float_of(Uint32(field) << 23), float_of(Uint32(254 - field) << 23)]
-    return tuple(found)
-
-
-def store(to: Any, words: Any) -> None:
-    {2: store_shared_2, 4: store_shared_4}[len(words)](to, *words)
-
-
-def send(to: Any, words: Any, barrier: Any) -> None:
-    {1: send_1, 2: send_2, 4: send_4}[len(words)](to, *words, barrier)
-
-
-@cute.jit
-def send_to_all(
-    p: cutlass.Constexpr,
-    at: cutlass.Constexpr,
-    c: cutlass.Constexpr,
-    offset: cutlass.Constexpr,
-    first: Any,
-    second: Any,
-) -> None:
-    """What is known of heads h and h + 8 to all CTAs of the row, into their statistics of this share."""
-    to = statistics_at(p, at) + at.share * 1024 + c.h * 16 + offset
-    for s in range_constexpr(p.splits):
-        if c.quad == s % 4:
-            place, barrier = map_shared(to, s), map_shared(at.merged, s)
-            send(place, [bits_of(x) for x in first], barrier)
-            send(place + 128, [bits_of(x) for x in second], barrier)
-
-
-@cute.jit
-def send_parts(
-    p: cutlass.Constexpr, at: cutlass.Constexpr, c: cutlass.Constexpr, acc: Any, up_0: Any, up_1: Any
-) -> None:
-    """A consumer's values to the CTAs that merge them, as the threads hold them."""
-    to = at.queries + (c.consumer * p.splits + at.share) * p.part_bytes + c.thread * (8 * step(p))
-    for s in range_constexpr(p.splits):
-        start, count = p.owned(s)
-        if at.share == s:
-            for i in range_constexpr(0, count, step(p)):
-                store(to + 1024 * i, packed(acc, up_0, up_1, start + i, step(p)))
-        else:
-            place, barrier = map_shared(to, s), map_shared(at.merged, s)
-            for i in range_constexpr(0, count, step(p)):
-                send(place + 1024 * i, packed(acc, up_0, up_1, start + i, step(p)), barrier)
-
-
-def step(p: Profile) -> int:
-    """Pieces that are sent at a time."""
-    return min(2, p.grain)
-
-
-def packed(acc: Any, up_0: Any, up_1: Any, piece: int, count: int) -> list[Any]:
-    """Pieces in float16: of each two values of head h, and two of head h + 8."""
-    words = []
-    for n in range(4 * piece, 4 * (piece + count), 4):
-        words.append(pack_f16x2(acc[n] * up_0, acc[n + 1] * up_0))
-        words.append(pack_f16x2(acc[n + 2] * up_1, acc[n + 3] * up_1))
-    return words
 
 
 @cute.jit
@@ -143,120 +80,136 @@ def merge(
     first: Any,
     second: Any,
 ) -> None:
-    """Sends a consumer's values, and adds up and writes those of the columns that this CTA merges.
+    """Sends a consumer's values, and adds up and writes those of the heads that this CTA merges.
 
-    ``first`` and ``second`` are the largest logit and the mass of heads h and h + 8, which one consumer knows.
+    ``first`` and ``second`` are what logits of heads h and h + 8 were taken from and their masses, which one consumer
+    knows.
     """
-    up_0, down_0, up_1, down_1 = lifts(p, acc)
+    up_0, down_0 = lift(biggest_of(p, acc, 0))
+    up_1, down_1 = lift(biggest_of(p, acc, 1))
     mbarrier_wait_cluster(at.ready, 0)
-    if const_expr(len(first) > 0):
-        send_to_all(p, at, c, 0, first, second)
-    send_to_all(p, at, c, 8 + 4 * c.consumer, (down_0,), (down_1,))
-    send_parts(p, at, c, acc, up_0, up_1)
-    mbarrier_wait_cluster(at.merged, 0)
-    line = line_of(p, c)
-    weights_0 = merged_weights(p, at, arrays, c, line, c.h)
-    weights_1 = merged_weights(p, at, arrays, c, line, c.h + 8)
-    if const_expr(p.fused):
-        add_up_unit(p, at, arrays, c, weights_0, weights_1)
-    else:
-        add_up(p, at, arrays, c, line, weights_0, weights_1)
+    send_head(p, at, c, acc, 0, up_0, down_0, first)
+    send_head(p, at, c, acc, 1, up_1, down_1, second)
+    sync_warp()
+    if c.lane == 0:
+        mbarrier_arrive(at.merged)  # what the warp kept is there
+    merge_owned(p, at, arrays, c)
 
 
 @cute.jit
-def add_up(
+def send_head(
     p: cutlass.Constexpr,
     at: cutlass.Constexpr,
-    arrays: cutlass.Constexpr,
     c: cutlass.Constexpr,
-    line: Any,
-    weights_0: Any,
-    weights_1: Any,
+    acc: Any,
+    second: cutlass.Constexpr,
+    up: Any,
+    down: Any,
+    known: Any,
 ) -> None:
-    """Adds up the parts in the order of the shares, and writes the sums."""
-    start, count = Int32(0), Int32(0)
-    for s in range_constexpr(p.splits):
-        if at.share == s:
-            start, count = Int32(p.owned(s)[0]), Int32(p.owned(s)[1] // p.grain)
-    source = parts_at(p, at, c)
-    column = column_of(p, c) + start * 8
-    to = values_at(p, arrays, c, line)
-    for n in cutlass.range(count, unroll=1):
-        first, second = [], []
-        for i in range_constexpr(0, p.grain, step(p)):
-            sums = added(p, source + (n * p.grain + i) * 1024, weights_0, weights_1)
-            for k in range_constexpr(step(p)):
-                if const_expr(p.partial):
-                    write_sums(p, arrays, c, line, sums[4 * k : 4 * k + 4], column + 8 * (i + k))
-                else:
-                    first.append(pack_bf16x2(sums[4 * k], sums[4 * k + 1]))
-                    second.append(pack_bf16x2(sums[4 * k + 2], sums[4 * k + 3]))
-        if const_expr(p.partial):
-            pass
-        elif const_expr(p.grain == 4):
-            write_pieces(p, c, first, second, to, column)
+    """A thread's values of head h, or of the second one, to the CTA that merges it: in float16, lifted."""
+    four = (c.thread >> 5) * 4 + 2 * second + (c.lane >> 4)
+    if four < p.fours:
+        owner = four * p.splits // p.fours
+        number = four - (owner * p.fours + (p.splits - 1)) // p.splits
+        place = part_at(p, at, number, at.share, c.consumer) + (c.lane & 15) * 16
+        about = known_at(p, at, number, at.share, (c.lane >> 2) & 3)
+        if owner == at.share:
+            if c.quad == 0:
+                if const_expr(len(known) > 0):
+                    store_shared_2(about, *[bits_of(x) for x in known])
+                store_shared(about + (8 + 4 * c.consumer), bits_of(down))
+            for i in range_constexpr(0, p.pieces, 4):
+                store_shared_4(place + 64 * i, *packed(acc, 4 * i + 2 * second, 4, up))
         else:
-            for i in range_constexpr(p.grain):
-                write_pairs(p, c, first[i], second[i], to, column + 8 * i)
-        column = column + 8 * p.grain
+            barrier = map_shared(at.merged, owner)
+            if c.quad == 0:
+                about = map_shared(about, owner)
+                if const_expr(len(known) > 0):
+                    send_2(about, *[bits_of(x) for x in known], barrier)
+                send_1(about + (8 + 4 * c.consumer), bits_of(down), barrier)
+            place = map_shared(place, owner)
+            for i in range_constexpr(0, p.pieces, 4):
+                send_4(place + 64 * i, *packed(acc, 4 * i + 2 * second, 4, up), barrier)
 
 
 @cute.jit
-def add_up_unit(
-    p: cutlass.Constexpr,
-    at: cutlass.Constexpr,
-    arrays: cutlass.Constexpr,
-    c: cutlass.Constexpr,
-    weights_0: Any,
-    weights_1: Any,
-) -> None:
-    """Adds up the parts of two shares, each of which merges a whole unit, and writes codes."""
-    for s in range_constexpr(p.splits):
-        if at.share == s:
-            values = []
-            for i in range_constexpr(0, UNIT // 8, step(p)):
-                values += added(p, parts_at(p, at, c) + 1024 * i, weights_0, weights_1)
-            write_unit(p, arrays, c, values, 256 * c.consumer + 8 * p.owned(s)[0])
+def merge_owned(p: cutlass.Constexpr, at: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr) -> None:
+    """Waits for, adds up and writes the values of the CTA's heads: of four heads 128 columns a warp at a time.
+
+    Eight threads have a head: each of them a pair of each 8 columns of half of the 128.
+    """
+    wide = p.values // 64  # of 128 columns, in those of the CTA
+    begin = (at.share * p.fours + (p.splits - 1)) // p.splits
+    end = ((at.share + 1) * p.fours + (p.splits - 1)) // p.splits
+    warp = c.consumer * 4 + (c.thread >> 5)
+    h = (c.lane >> 2) & 3
+    half = c.lane >> 4
+    line = line_of(p, c)
+    # Each round has the same columns.
+    piece = warp % wide * 16 + half * 8
+    column = c.part * (2 * p.values) + piece * 8
+    turns = angles(p, arrays, c.row, c.quad, cutlass.select_(column == 448, Int32(1), Int32(0))) if p.fused else []
+    mbarrier_wait_cluster(at.merged, 0)
+    consumer = piece // p.pieces
+    for task in cutlass.range(warp, (end - begin) * wide, 8, unroll=1):
+        number = task // wide
+        local = (begin + number) * FOUR + h
+        weights = merged_weights(p, at, arrays, c, number, local, piece, line)
+        source = part_at(p, at, number, 0, consumer) + (piece - consumer * p.pieces) * 64 + (c.lane & 15) * 16
+        down = Float32(0.0)
+        if const_expr(p.partial):  # what is sent is under 2^16
+            up, down = lift(sum(weights, Float32(0.0)) * Float32(65536.0))
+            weights = [x * up for x in weights]
+        values = added(p, source, weights)
+        head = c.head + local
+        if const_expr(p.fused):
+            values = turned(values, turns, column == 448)
+            write_chunks(p, arrays, c.row, head, c.quad, [values], column, (1, 2, 16))
+        elif const_expr(p.partial):
+            words = [pack_f16x2(values[2 * i], values[2 * i + 1]) for i in range(8)]
+            write_part(p, arrays, line, head, c.quad, words, column, down)
+        else:
+            write_chunk(p, arrays, line, head, c.quad, values, column)
 
 
-def parts_at(p: Profile, at: Place, c: Cell) -> Any:
-    """The address of what the first share sent for a thread's values."""
-    return at.queries + c.consumer * (p.splits * p.part_bytes) + c.thread * (8 * step(p))
-
-
-def added(p: Profile, source: Any, weights_0: Any, weights_1: Any) -> list[Any]:
-    """The sums of one piece, or two adjacent ones, over all shares: four values of each."""
-    sums = [Float32(0.0)] * (4 * step(p))
+def added(p: Profile, source: Any, weights: Any) -> list[Any]:
+    """The sums of a thread's sixteen values over all shares, in their order."""
+    sums = [Float32(0.0)] * 16
     for s in range(p.splits):
-        place = source + s * p.part_bytes
-        words = load_shared_2(place) if p.grain == 1 else load_shared_4(place)
-        for k, word in enumerate(words):
-            weight = (weights_0, weights_1)[k % 2][s]
+        place = source + s * (2 * p.part_bytes)
+        for k, word in enumerate([*load_shared_4(place), *load_shared_4(place + 256)]):
             for n, x in enumerate(unpack_f16x2(word)):
-                sums[2 * k + n] = sums[2 * k + n] + x * weight
+                sums[2 * k + n] = sums[2 * k + n] + x * weights[s]
     return sums
 
 
 @cute.jit
 def merged_weights(
-    p: cutlass.Constexpr, at: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr, line: Any, h: Any
+    p: cutlass.Constexpr,
+    at: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    number: Any,
+    local: Any,
+    piece: Any,
+    line: Any,
 ) -> Any:
-    """Factors of the parts of a head; writes its lse."""
+    """Factors of the parts of a head from a piece of it on; the thread of the first one writes the head's lse."""
     tops, masses, downs = [], [], []
     top = Float32(NONE)
     for s in range_constexpr(p.splits):
-        x, y, *z = load_shared_4(statistics_at(p, at) + s * 1024 + h * 16)
+        x, y, left, right = load_shared_4(known_at(p, at, number, s, local & 3))
         tops.append(float_of(x))
         masses.append(float_of(y))
-        downs.append(float_of(z[c.consumer]))
+        downs.append(float_of(cutlass.select_(piece < p.pieces, left, right)))
         top = cute.arch.fmax(top, tops[s])
     weights = []
     mass = Float32(0.0)
     for s in range_constexpr(p.splits):
         weights.append(exp2(tops[s] - origin(top)))
         mass = mass + masses[s] * weights[s]
-    factor = share_of_head(p, arrays, top, mass, c.head, h, p.partial)
-    if const_expr(c.consumer == 0):
-        if at.share == 0 and c.part == 0 and c.quad == 0:
-            write_lse(p, arrays.lse, line, c.head, h, top, mass, p.partial)
+    factor = share_of_head(p, arrays, top, mass, c.head, local, p.partial)
+    if c.part == 0 and piece == 0 and c.quad == 0:
+        write_lse(p, arrays.lse, line, c.head, local, top, mass, p.partial)
     return [weights[s] * factor * downs[s] for s in range(p.splits)]

@@ -4,23 +4,24 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from ..cute_ptx import (
     bits_of,
     exp2,
     float_of,
+    larger_magnitude,
     load_global,
     log2,
     pack_bf16x2,
+    pack_f16x2,
     permute,
     shuffle_xor,
     store_global,
-    store_global_2,
     store_global_4,
     thread_index,
 )
-from .cute_place import NONE, Arrays, origin
+from .cute_place import NONE, Arrays, largest_of_quad, origin
 from .cute_plan import Profile
 from .forms import LN2, LOG2E
 
@@ -116,7 +117,8 @@ def write_lse(
     if mass == Float32(0.0):
         x = Float32(NONE)
     if head + h < p.heads:
-        store_global(lse + (Int64(line) * p.heads + Int64(head + h)) * 4, bits_of(x))
+        marks = p.marks if const_expr(partial) else 1
+        store_global(lse + (Int64(line) * p.heads + Int64(head + h)) * (4 * marks), bits_of(x))
 
 
 def values_at(p: Profile, arrays: Arrays, c: Cell, line: Any) -> Any:
@@ -137,10 +139,13 @@ def write_all(
     """Writes a consumer's values."""
     column = column_of(p, c)
     to = values_at(p, arrays, c, line)
-    for i in range_constexpr(p.pieces if p.partial else 0):
-        shares = (share_0, share_0, share_1, share_1)
-        sums = [acc[4 * i + n] * shares[n] for n in range(4)]
-        write_sums(p, arrays, c, line, sums, column + 8 * i)
+    if const_expr(p.partial):
+        for second in range_constexpr(2):
+            share = (share_0, share_1)[second]
+            up, down = lift(biggest_of(p, acc, second) * share)
+            for i in range_constexpr(0, p.pieces, 8):
+                words = packed(acc, 4 * i + 2 * second, 8, share * up)
+                write_part(p, arrays, line, c.head + c.h + 8 * second, c.quad, words, column + 8 * i, down)
     for g in range_constexpr(0 if p.partial else p.pieces // 4):
         first, second = [], []
         for i in range_constexpr(4):
@@ -167,28 +172,75 @@ def write_pieces(p: cutlass.Constexpr, c: cutlass.Constexpr, first: Any, second:
 
 
 @cute.jit
-def write_pairs(p: cutlass.Constexpr, c: cutlass.Constexpr, first: Any, second: Any, to: Any, column: Any) -> None:
-    """Writes a piece of 8 values of heads h and h + 8, two of them a thread."""
-    odd = (c.quad & 1) != 0
-    take = cutlass.select_(odd, Uint32(0x3276), Uint32(0x5410))
-    take = cutlass.select_(is_rope(p, column), Uint32(SECOND), take)
-    for second_head in range_constexpr(2):
-        word = second if const_expr(second_head) else first
-        word = permute(shuffle_xor(word, 1), word, take)
-        if c.head + c.h + 8 * second_head < p.heads:
-            store_global(to + Int64(column * 2 + c.quad * 4 + second_head * 8192), word)
+def write_chunk(
+    p: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    line: Any,
+    head: Any,
+    quad: Any,
+    values: cutlass.Constexpr,
+    column: Any,
+) -> None:
+    """Writes 64 bf16 values of a head from a column on, of which each thread of a quad has two of each 8."""
+    words = [pack_bf16x2(values[2 * i], values[2 * i + 1]) for i in range(8)]
+    to = arrays.out + (Int64(line) * p.heads + Int64(head)) * 1024 + Int64(column * 2 + quad * 16)
+    rope = is_rope(p, column)
+    for g in range_constexpr(2):
+        piece = whole_piece(words[4 * g : 4 * g + 4], quad, rope)
+        if const_expr(p.heads % 64 == 0):
+            store_global_4(to + 64 * g, *piece)
+        else:
+            if head < p.heads:
+                store_global_4(to + 64 * g, *piece)
 
 
 @cute.jit
-def write_sums(
-    p: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr, line: Any, sums: Any, column: Any
+def write_part(
+    p: cutlass.Constexpr,
+    arrays: cutlass.Constexpr,
+    line: Any,
+    head: Any,
+    quad: Any,
+    words: cutlass.Constexpr,
+    column: Any,
+    down: Any,
 ) -> None:
-    """Writes float32 values of heads h and h + 8, two of each, in the order of dequantised values."""
-    to = arrays.out + (Int64(line) * p.heads + Int64(c.head + c.h)) * 2048 + Int64((column + 2 * c.quad) * 4)
-    if c.head + c.h < p.heads:
-        store_global_2(to, bits_of(sums[0]), bits_of(sums[1]))
-    if c.head + c.h + 8 < p.heads:
-        store_global_2(to + 16384, bits_of(sums[2]), bits_of(sums[3]))
+    """Writes 64 lifted float16 values of a head for a second kernel, in the order of dequantised values.
+
+    The first thread of those that have a consumer's values writes what undoes the lift.
+    """
+    whole = [transposed(words[n : n + 4], quad) for n in (0, 4)]
+    if head < p.heads:
+        place = Int64(line) * p.heads + Int64(head)
+        to = arrays.out + place * 1024 + Int64(column * 2 + quad * 16)
+        for g in range_constexpr(2):
+            store_global_4(to + 64 * g, *whole[g])
+        if quad == 0 and column % p.values == 0:
+            store_global(arrays.lse + (place * p.marks + Int64(1 + column // p.values)) * 4, bits_of(down))
+
+
+@cute.jit
+def lift(biggest: Any) -> Any:
+    """The power of two that lifts values of that magnitude to the top of float16's range, and its inverse."""
+    exponent = Int32(bits_of(biggest) >> 23)
+    field = cutlass.min(cutlass.max(Int32(268) - exponent, Int32(1)), Int32(253))
+    field = cutlass.select_(exponent == 255, Int32(127), field)  # beside infinity others stay what they are
+    return float_of(Uint32(field) << 23), float_of(Uint32(254 - field) << 23)
+
+
+@cute.jit
+def biggest_of(p: cutlass.Constexpr, acc: Any, second: cutlass.Constexpr) -> Any:
+    """The largest magnitude of a consumer's values of head h, or of head h + 8."""
+    biggest = Float32(0.0)
+    for i in range_constexpr(p.pieces):
+        for n in range_constexpr(2):
+            biggest = larger_magnitude(biggest, acc[4 * i + 2 * second + n])
+    return largest_of_quad(biggest)
+
+
+def packed(acc: Any, start: int, count: int, factor: Any) -> list[Any]:
+    """A thread's values of one head in adjacent pieces, multiplied, as float16, two a word."""
+    return [pack_f16x2(acc[n] * factor, acc[n + 1] * factor) for n in range(start, start + 4 * count, 4)]
 
 
 def is_rope(p: Profile, column: Any) -> Any:

@@ -31,6 +31,7 @@ class Place:
     scales: Any
     slots: Any
     bias: Any
+    holes: Any
     decays: Any
     full: Any
     empty: Any

@@ -13,11 +13,12 @@ from ..layouts import MAX_SLOTS, KVLayout
 
 BLOCK = 64  # slots of a step
 HEADS = 64  # of a CTA
+FOUR = 4  # heads that are merged together
 DEPTH = 2  # blocks whose slots and scales are kept
 SMS = 132
 SHARED_BYTES = 232448  # of a CTA, at most
 MOST_SPLITS = 10  # CTAs of a cluster that share a row; up to 16 can be asked for
-MOST_GROUPS = 24
+MOST_GROUPS = 32
 MOST_TILES = 65535  # of a grid's second axis
 FIXED_BLOCKS = 8  # of a share of a deterministic row, which the number of rows must not change
 # Clusters of so many CTAs that an H200 holds at a time, by cuOccupancyMaxActiveClusters; where GPUs of the kind may
@@ -164,12 +165,17 @@ class Profile:
 
     @property
     def partial(self) -> bool:
-        """Whether a second kernel completes the output, from float32 values that have their own denominators."""
+        """Whether a second kernel completes the output, from lifted float16 values that have their own denominators."""
         return self.groups > 1 or (self.ending is not None and not self.fused)
 
     @property
+    def marks(self) -> int:
+        """Words of a head for the second kernel: its logarithm of the mass, and what undoes the lifts of its values."""
+        return 1 + 512 // self.values
+
+    @property
     def fused(self) -> bool:
-        """Whether the CTAs that merge a row make codes of it, as each of them has whole blocks of values."""
+        """Whether the CTAs that complete a row make codes of it."""
         return self.ending is not None and fuses(self.ending, self.data, self.splits, self.value_parts, self.groups)
 
     @property
@@ -211,7 +217,14 @@ class Profile:
         """Pieces of the left half of a block."""
         return 8 if self.data.kind == "plain" else 4
 
-    # Outputs: a consumer accumulates half of a part of the values, and CTAs of a cluster merge pieces of 8 of them.
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Pieces in the order of their copies: those that need no room in the ring of keys behind the left half."""
+        left, apart = self.left, 2 if self.data.width > 512 else 0
+        count = self.data.chunks
+        return (*range(left), *range(count - apart, count), *range(left, count - apart))
+
+    # Outputs: a consumer accumulates half of a part of the values, in pieces of 8.
 
     @property
     def values(self) -> int:
@@ -222,23 +235,24 @@ class Profile:
         return self.values // 8
 
     @property
-    def grain(self) -> int:
-        """Adjacent pieces that are merged by one CTA: four make wide stores."""
-        for grain in (4, 2):
-            if grain * -(-self.pieces // grain // self.splits) < 1.2 * -(-self.pieces // self.splits):
-                return grain
-        return 1
+    def fours(self) -> int:
+        """Groups of four heads of a CTA, without those that do not exist; CTAs of a cluster merge some each."""
+        return -(-min(self.heads, HEADS) // FOUR)
+
+    @property
+    def most(self) -> int:
+        """Groups of four heads that a CTA merges, at most."""
+        return -(-self.fours // self.splits)
 
     def owned(self, share: int) -> tuple[int, int]:
-        """The first piece, and how many, that the CTA of a share merges."""
-        groups = self.pieces // self.grain
-        first, last = (-(-r * groups // self.splits) * self.grain for r in (share, share + 1))
+        """The first group of four heads, and how many, that the CTA of a share merges."""
+        first, last = (-(-r * self.fours // self.splits) for r in (share, share + 1))
         return first, last - first
 
     @property
     def part_bytes(self) -> int:
-        """Room for what a consumer sends to another CTA."""
-        return max(self.owned(share)[1] for share in range(self.splits)) * 1024
+        """What a consumer sends of four heads."""
+        return FOUR * self.values * 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +271,7 @@ class Memory:
     scales: int
     slots: int
     bias: int
+    holes: int
     decays: int
     full: int
     empty: int
@@ -276,6 +291,7 @@ class Memory:
             "scales": DEPTH * 64 * profile.data.scale_bytes,
             "slots": DEPTH * 64 * 4,
             "bias": 4 * 64 * 4,
+            "holes": 4 * 8,
             "decays": 64 * 4,
             "full": tuning.stages * 8,
             "empty": tuning.stages * 8,
@@ -290,7 +306,7 @@ class Memory:
             raise ValueError(f"Expected the plan to fit in {SHARED_BYTES} bytes of shared memory, got {at}: {tuning}")
         if not 0 < tuning.units <= profile.units or tuning.stages not in (3, 4):
             raise ValueError(f"Expected 3 or 4 stages, and at most {profile.units} units: {tuning}")
-        parts = profile.splits * (2 * profile.part_bytes + 1024)
+        parts = profile.most * profile.splits * (2 * profile.part_bytes + FOUR * 16)
         if profile.splits > 1 and parts > starts["bias"] - starts["queries"]:
             raise ValueError(f"Expected {profile.splits=} parts to fit over the queries, got {parts} bytes")
         return cls(**starts, size=at)
@@ -299,7 +315,7 @@ class Memory:
 def fuses(ending: Ending, data: Rows, splits: int, value_parts: int, groups: int) -> bool:
     """Whether codes can be made without a second kernel: the rotated values must be in order as they are."""
     in_order = data.kind == "footer" and ending.rope <= 64 and ending.rope % 8 == 0
-    return in_order and splits <= 2 and value_parts == groups == 1
+    return in_order and groups == 1 and (splits > 1 or value_parts == 1)
 
 
 @functools.cache
@@ -324,9 +340,8 @@ def schedule(rows: int, head_blocks: int, blocks: int, data: Rows, ending: Endin
         (splits, parts, groups)
         for groups in range(1, MOST_GROUPS + 1)
         for parts in ((1, 2, 4) if groups == 1 else (1,))
-        for splits in range(1 if groups == 1 else 2, MOST_SPLITS + 1)
-        if (splits < MOST_SPLITS or parts > 1)  # else what is sent has no room
-        and splits * groups <= max(blocks, 1)
+        for splits in range(1, MOST_SPLITS + 1)
+        if splits * groups <= max(blocks, 1)
     ]
     return min(choices, key=microseconds)
 
@@ -393,8 +408,13 @@ def profile(
         groups=groups,
         value_parts=parts,
         teams=teams,
-        tuning=tuning or Tuning(4 if data.width == 512 else 3, 2 if data.kind == "footer" else 3),
+        tuning=tuning or tuned(data),
     )
+
+
+def tuned(data: Rows) -> Tuning:
+    """The choices for rows of a form."""
+    return Tuning(stages=4 if data.width == 512 else 3, units=2 if data.kind == "footer" else 3)
 
 
 def refuses(shapes: Mapping[str, Any]) -> str | None:
