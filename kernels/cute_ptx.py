@@ -58,6 +58,14 @@ def copy_8(to: Any, source: Any, size: Any, *, loc: Any = None, ip: Any = None) 
 
 
 @dsl_user_op
+def copy_bulk(to: Any, source: Any, size: Any, barrier: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Starts a copy of many bytes, a multiple of 16, which an mbarrier counts when they are there."""
+    operands = [(Int32, to), (Int64, source), (Int32, size), (Int32, barrier)]
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _asm(None, operands, text, "r,l,r,r", True, loc, ip)
+
+
+@dsl_user_op
 def copy_4(to: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
     """Starts a copy of 4 bytes."""
     _asm(None, [(Int32, to), (Int64, source)], "cp.async.ca.shared.global [$0], [$1], 4;", "r,l", True, loc, ip)

@@ -1,4 +1,5 @@
-"""Parts of the CuTe attention kernel on the CPU, each thread of a warp: codes of its output, values of cached codes."""
+"""Parts of the CuTe attention kernel on the CPU, each thread of a warp: codes of its output, values of cached codes,
+and how the CTAs of a cluster merge a row."""
 
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from jmla.kernels.sparse_mla import cute_codes, cute_output, cute_plan
+from jmla.kernels.sparse_mla import cute_codes, cute_merge, cute_output, cute_place, cute_plan
 from jmla.kernels.sparse_mla.cute_place import Arrays
 from jmla.kernels.sparse_mla.epilogue import Epilogue, assemble, finish
 
@@ -113,6 +114,8 @@ def stand_ins(memory: Memory, warp: Warp) -> dict[str, Any]:
     class Cutlass:
         Constexpr = Any
         select_ = staticmethod(lambda condition, a, b: a if condition else b)
+        min, max = staticmethod(min), staticmethod(max)
+        range = staticmethod(lambda begin, end, step, unroll: range(begin, end, step))
 
     class Cute:
         arch = Arch
@@ -131,6 +134,7 @@ def stand_ins(memory: Memory, warp: Warp) -> dict[str, Any]:
         "permute": permute,
         "shuffle_xor": warp.exchange,
         "load_global": memory.load,
+        "load_global_if": lambda here, at: memory.load(at) if here else np.uint32(0),
         "store_global": memory.store,
         "store_global_4": memory.store,
         "store_global_byte": lambda address, word: memory.store(address, int(word) & 0xFF, size=1),
@@ -141,14 +145,24 @@ class Cell(NamedTuple):
     """What is asked of ``cute_output.Cell``."""
 
     consumer: int
+    thread: Any
+    lane: Any
     quad: Any
     h: Any
     head: Any
     row: Any
+    part: Any
+    group: Any
+
+    @classmethod
+    def of(cls, consumer: int, thread: int, row: int = 0, part: int = 0) -> "Cell":
+        lane = thread & 31
+        h = ((thread >> 5) << 4) + (lane >> 2)
+        return cls(consumer, *(np.int32(x) for x in (thread, lane, lane & 3, h, 0, row, part, 0)))
 
 
-def profile(rows: int, ending: cute_plan.Ending) -> cute_plan.Profile:
-    return cute_plan.Profile(
+def profile(rows: int, ending: cute_plan.Ending | None, **changes: Any) -> cute_plan.Profile:
+    usual = cute_plan.Profile(
         rows=rows,
         heads=HEADS,
         data=cute_plan.Rows("footer", 512, True),
@@ -166,17 +180,34 @@ def profile(rows: int, ending: cute_plan.Ending) -> cute_plan.Profile:
         teams=rows,
         tuning=cute_plan.Tuning(),
     )
+    return dataclasses.replace(usual, **changes)
 
 
 def one_thread(
     write: Any, p: cute_plan.Profile, arrays: Arrays, sums: np.ndarray, row: int, consumer: int, warp: int, lane: int
 ) -> None:
-    h = (warp << 4) + (lane >> 2)
-    c = Cell(consumer, np.int32(lane & 3), np.int32(h), np.int32(0), np.int32(row))
-    own = sums[[h, h + 8]].reshape(2, 64, 4, 2)[:, 32 * consumer : 32 * (consumer + 1), lane & 3]
-    acc = list(own.swapaxes(0, 1).reshape(-1))  # of each 8 two of head h, then two of head h + 8
-    write(p, arrays, c, acc, np.float32(1), np.float32(1))
+    c = Cell.of(consumer, 32 * warp + lane, row)
+    write(p, arrays, c, held(p, c, sums), np.float32(1), np.float32(1))
 
+
+def held(p: cute_plan.Profile, c: Cell, sums: np.ndarray) -> list[Any]:
+    """What a thread has of the sums of all heads: of each 8 two of head h, then two of head h + 8."""
+    start = (2 * c.part + c.consumer) * p.values
+    own = sums[[c.h, c.h + 8], start : start + p.values].reshape(2, -1, 4, 2)[:, :, c.quad]
+    return list(own.swapaxes(0, 1).reshape(-1))
+
+
+def as_stored(values: np.ndarray) -> np.ndarray:
+    """As sums have them: values of codes out of order."""
+    fours = values.reshape(*values.shape[:-1], 128, 4)
+    return np.where(np.arange(128)[:, None] < 112, fours[..., ORDER], fours).reshape(values.shape)
+
+
+OUTPUT = ("either", "selector", "transposed", "whole_piece", "is_rope", "line_of", "load_head", "load_sink", "lift")
+OUTPUT += ("share_of_head", "write_lse", "write_chunk", "write_part", "biggest_of", "packed")
+CODES = ("write_units", "write_chunks", "codes_at", "angles", "turned", "turned_pair", "scale_of", "write_scales")
+CODES += ("write_scale", "larger_word", "padded")
+MERGE = ("part_at", "known_at", "merge", "send_head", "merge_owned", "added", "merged_weights")
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -199,26 +230,166 @@ def test_codes_of_a_consumer_are_those_of_xla(block: int, form: str, rope: int) 
     p = profile(rows, cute_plan.Ending(groups, block, form == "ue8m0", rope))
     assert p.fused
     arrays = Arrays(out=np.int64(OUT), scales=np.int64(SCALES), cos_sin=np.int64(ANGLES))
-    stored = values.reshape(rows, HEADS, 128, 4)  # as sums have them: values of codes out of order
-    stored = np.where(np.arange(128)[:, None] < 112, stored[..., ORDER], stored).reshape(values.shape)
+    stored = as_stored(values)
 
     for row in range(rows):
         for consumer in range(2):
             for number in range(4):
                 warp = Warp()
                 given = stand_ins(memory, warp)
-                moved = python_of(cute_output, ("either", "selector", "transposed"), given)
-                names = ("write_unit", "write_units", "codes_at", "angle", "turned", "scale_of", "write_scales")
-                space = python_of(
-                    cute_codes,
-                    (*names, "write_scale", "larger_word", "padded"),
-                    given | {"transposed": moved["transposed"]},
-                )
-
-                write = space["write_units"]
+                moved = python_of(cute_output, OUTPUT, given)
+                write = python_of(cute_codes, CODES, given | {"transposed": moved["transposed"]})["write_units"]
                 warp.run(functools.partial(one_thread, write, p, arrays, stored[row], row, consumer, number))
     np.testing.assert_array_equal(scales, np.asarray(want.scales))
     np.testing.assert_array_equal(codes, np.asarray(want.codes).view(np.uint8))
+
+
+# ---- merging
+
+
+class Cluster:
+    """Shared memories of CTAs, and the bytes that each CTA's barrier has counted."""
+
+    def __init__(self, size: int, splits: int):
+        self.bytes = np.full((splits, size), 0x7E, np.uint8)
+        self.came, self.share = [0] * splits, 0
+
+    def map(self, at: Any, rank: Any) -> int:
+        return (int(rank) + 1 << 24) | int(at)
+
+    def store(self, at: Any, *words: Any) -> None:
+        rank, place = (int(at) >> 24) - 1, int(at) & 0xFFFFFF
+        assert place % (4 * len(words)) == 0
+        self.bytes[self.share if rank < 0 else rank, place : place + 4 * len(words)].view(np.uint32)[:] = words
+
+    def send(self, at: Any, *words: Any) -> None:
+        *words, barrier = words
+        rank = (int(barrier) >> 24) - 1
+        assert rank == (int(at) >> 24) - 1 != self.share
+        self.store(at, *words)
+        self.came[rank] += 4 * len(words)
+
+    def load(self, at: Any) -> list[Any]:
+        return list(self.bytes[self.share, int(at) : int(at) + 16].view(np.uint32))
+
+
+def merging(cluster: Cluster, given: dict[str, Any]) -> dict[str, Any]:
+    def f16(*values: Any) -> np.uint32:
+        return np.array(values, np.float32).astype(np.float16).view(np.uint32)[0]
+
+    given = given | {
+        "map_shared": cluster.map,
+        "load_shared_4": cluster.load,
+        "mbarrier_arrive": lambda at: None,
+        "mbarrier_wait_cluster": lambda at, parity: None,
+        "sync_warp": lambda: None,
+        "exp2": lambda x: np.exp2(np.float32(x)),
+        "log2": lambda x: np.log2(np.float32(x)),
+        "larger_magnitude": lambda a, b: np.fmax(a, abs(b)),
+        "pack_f16x2": f16,
+        "unpack_f16x2": lambda x: np.array([x], np.uint32).view(np.float16).astype(np.float32),
+        "pack_bf16x2": lambda low, high: word_of(bf16([low, high])),
+        "Boolean": bool,
+        **{f"send_{n}": cluster.send for n in (1, 2, 4)},
+        **dict.fromkeys(("store_shared", "store_shared_2", "store_shared_4"), cluster.store),
+    }
+    given |= python_of(cute_place, ("origin", "shuffled", "largest_of_quad"), given)
+    given |= python_of(cute_output, OUTPUT, given)
+    given |= python_of(cute_codes, CODES, given)
+    return python_of(cute_merge, MERGE, given)
+
+
+@pytest.mark.parametrize(
+    ("splits", "parts", "heads", "kind"),
+    [
+        (3, 1, 64, "bf16"),
+        (2, 2, 40, "codes"),
+        *(
+            slow(*case)
+            for case in ((10, 4, 64, "bf16"), (7, 1, 12, "partial"), (5, 1, 64, "codes"), (9, 2, 64, "partial"))
+        ),
+    ],
+)
+def test_a_cluster_merges_what_its_ctas_have(splits: int, parts: int, heads: int, kind: str) -> None:
+    rng = np.random.default_rng(splits)
+    ending = cute_plan.Ending(heads // 4, 128, False, 64) if kind == "codes" else None
+    shared = {"heads": heads, "splits": splits, "value_parts": parts, "sinks": True}
+    p = profile(1, ending, **shared, groups=2 if kind == "partial" else 1)
+    assert p.fused == (kind == "codes")
+    assert p.partial == (kind == "partial")
+
+    # Of the last CTA no slot took part, and of one head none of any.
+    tops = rng.uniform(-3, 3, (splits, HEADS)).astype(np.float32)
+    masses = rng.uniform(0.5, 200, (splits, HEADS)).astype(np.float32)
+    sums = rng.standard_normal((splits, HEADS, 512)) * 2.0 ** rng.integers(
+        *((-8, 9) if ending else (-30, 20)), (splits, HEADS, 1)
+    )
+    tops[-1], masses[-1], sums[-1] = -np.inf, 0, 0
+    tops[:, 5], masses[:, 5], sums[:, 5] = -np.inf, 0, 0
+    sums, sinks = sums.astype(np.float32), rng.standard_normal(heads).astype(np.float32)
+    angles = rng.standard_normal((1, 64)).astype(np.float32)
+    width = {"bf16": 2, "codes": 1, "partial": 2}[kind]
+    out = np.zeros((heads, 512 * width), np.uint8)
+    lse = np.full((heads, p.marks if p.partial else 1), 9, np.float32)
+    scales = np.zeros((heads * 4, 4), np.float32)
+    places = [n << 40 for n in range(4, 9)]
+    memory = Memory(**{str(at): (at, x) for at, x in zip(places, (out, lse, scales, angles, sinks), strict=True)})
+    addresses = [np.int64(at) for at in places]
+    arrays = Arrays(**dict(zip(("out", "lse", "scales", "cos_sin", "sinks"), addresses, strict=True)))
+    cluster = Cluster(cute_plan.Memory.of(p).size, splits)
+
+    class At(NamedTuple):
+        share: Any
+        queries: Any = np.int32(0)
+        ready: Any = 0
+        merged: Any = np.int32(8)
+
+    def phase(name: str, part: int) -> None:
+        for share in range(splits):
+            for number in range(8):
+                warp = Warp()
+                cluster.share = share
+                space = merging(cluster, stand_ins(memory, warp))
+                if name == "merge":  # what it ends with is a phase of its own
+                    space["merge_owned"] = lambda *_: None
+                warp.run(functools.partial(one, space[name], share, number, part, name == "merge"))
+
+    def one(work: Any, share: int, number: int, part: int, sends: bool, lane: int) -> None:
+        c = Cell.of(number >> 2, 32 * (number & 3) + lane, part=part)
+        known = [(tops[share, c.h + n], masses[share, c.h + n]) if c.consumer == 0 else () for n in (0, 8)]
+        own = (held(p, c, as_stored(sums[share])), *known) if sends else ()
+        work(p, At(np.int32(share)), arrays, c, *own)
+
+    for part in range(parts):
+        cluster.came = [0] * splits
+        phase("merge", part)
+        assert cluster.came == [cute_merge.bytes_of_parts(p, share) for share in range(splits)]
+        phase("merge_owned", part)
+
+    # What it should be, in float64.
+    top = np.maximum(tops.max(0).astype(np.float64), -100)
+    weights = np.exp2(tops - top)
+    mass = (weights * masses).sum(0)[:heads]
+    total = mass + (0 if p.partial else np.exp2(sinks * np.log2(np.e) - top[:heads]))
+    with np.errstate(all="ignore"):
+        merged = (weights[..., None] * sums).sum(0)[:heads] * np.where(mass == 0, 0, 1 / total)[:, None]
+        log = tops.max(0)[:heads] + np.log2(mass)
+    biggest = np.abs(weights[..., None] * sums).max((0, 2))[:heads, None] * np.where(mass == 0, 0, 1 / total)[:, None]
+    np.testing.assert_allclose(lse[:, 0], log if p.partial else log * np.log(2), rtol=1e-5, atol=1e-5)
+    if kind == "partial":
+        values = out.view(np.float16).astype(np.float64).reshape(heads, -1, p.values) * lse[:, 1:, None]
+        got, step, want = values.reshape(heads, 512), 2.0**-10, as_stored(merged)
+    elif kind == "bf16":
+        got, step, want = out.view(ml_dtypes.bfloat16).astype(np.float64), 2.0**-8, merged
+    else:
+        cos, sin = angles[0, :32].astype(np.float64), angles[0, 32:].astype(np.float64)
+        even, odd = merged[:, 448::2].copy(), merged[:, 449::2].copy()
+        merged[:, 448::2], merged[:, 449::2] = even * cos + odd * sin, odd * cos - even * sin
+        got = out.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        got = (got.reshape(heads, 4, 128) * scales[:, 0].reshape(heads, 4, 1)).reshape(heads, 512)
+        step, want = 2.0**-4, merged
+        biggest = biggest * 4
+    np.testing.assert_array_less(np.abs(got - want), step * np.abs(want) + biggest * (step * 2.0**-6 + 2.0**-9) + 1e-30)
 
 
 # ---- values of codes

@@ -148,9 +148,7 @@ def scale_of(ending: Ending, largest: Any) -> tuple[Any, Any]:
 
 
 @cute.jit
-def write_scales(
-    p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: Any, block: Any, word: Any
-) -> None:
+def write_scales(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: Any, block: Any, word: Any) -> None:
     """Writes the float32 scale, or the exponent, of a block of a head; behind the last row also the padding."""
     write_scale(p, arrays, row, head, block, word)
     if const_expr(padded(p) > p.rows):
@@ -171,9 +169,7 @@ def write_scale(p: Profile, arrays: Arrays, row: Any, head: Any, block: Any, wor
 
 
 @cute.jit
-def write_codes(
-    p: cutlass.Constexpr, arrays: cutlass.Constexpr, pairs: Any, row: Any, head: Any, thread: Any
-) -> None:
+def write_codes(p: cutlass.Constexpr, arrays: cutlass.Constexpr, pairs: Any, row: Any, head: Any, thread: Any) -> None:
     """Writes four values a thread, which are in order, as the second kernel has them."""
     ending = p.ending
     values = []

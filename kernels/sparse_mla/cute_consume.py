@@ -13,9 +13,11 @@ from ..cute_ptx import (
     barrier_sync,
     bf16_of_e4m3,
     bits_of,
+    copy_bulk,
     exp2,
     fence_async_shared,
     float_of,
+    load_global_2,
     load_global_2_if,
     load_global_4,
     load_global_4_if,
@@ -23,6 +25,7 @@ from ..cute_ptx import (
     load_shared_2,
     load_shared_4,
     mbarrier_arrive,
+    mbarrier_expect,
     mbarrier_wait,
     opaque,
     pack_bf16x2,
@@ -33,7 +36,7 @@ from ..cute_ptx import (
 )
 from .cute_codes import write_units
 from .cute_merge import announce, merge
-from .cute_output import Cell, line_of, load_head, share_of_head, write_all, write_lse
+from .cute_output import Cell, line_of, load_head, load_sink, share_of_head, write_all, write_lse
 from .cute_place import (
     NONE,
     TILE,
@@ -49,7 +52,7 @@ from .cute_plan import Profile
 from .forms import LOG2E
 
 ONE = 0x3F800000  # the word of 1.0
-WEIGHTS_READY, WEIGHTS_FREE, QUERIES_READY = 1, 2, 3  # named barriers between the consumers
+WEIGHTS_READY, WEIGHTS_FREE, QUERIES_READ, QUERIES_READY = 1, 2, 3, 4  # named barriers between the consumers
 
 
 def product(n: int, source: Any, major: Any) -> Any:
@@ -119,36 +122,66 @@ class Sums:
             self.acc[i] = Float32(0.0)
 
 
-def load_query(p: Profile, source: Any, part: Any, here: Any) -> Any:
-    """Eight values of a query, or zeros; codes in the first two of four words."""
-    if p.q_codes:
-        return (*load_global_2_if(here, source + Int64(part * 8)), Uint32(0), Uint32(0))
-    if p.heads % 64 == 0:
-        return load_global_4(source + Int64(part * 16))
-    return load_global_4_if(here, source + Int64(part * 16))
+def query_bytes(p: Profile) -> int:
+    return p.data.width * (1 if p.q_codes else 2)
+
+
+def queries_at(p: Profile, q: Any, row: Any, head: Any) -> Any:
+    """The address of the queries of the tile's heads."""
+    return q + (Int64(row) * p.heads + Int64(head)) * query_bytes(p)
 
 
 @cute.jit
-def load_queries(p: cutlass.Constexpr, at: cutlass.Constexpr, q: Any, row: Any, head: Any) -> None:
-    """Queries of 64 heads to shared memory, by both consumers, dims in the order of dequantised values."""
+def ask_queries(p: cutlass.Constexpr, at: cutlass.Constexpr, q: Any, row: Any, head: Any) -> None:
+    """Starts the copy of queries, as they are, to where they will be."""
+    if thread_index() == 0:
+        fence_async_shared()
+        size = cutlass.min(Int32(p.heads) - head, Int32(64)) * query_bytes(p)
+        mbarrier_expect(at.asked, size)
+        copy_bulk(at.queries, queries_at(p, q, row, head), size, at.asked)
+
+
+def load_query(p: Profile, at: Place, source: Any, part: Any, here: Any) -> Any:
+    """Eight values of a query, of those that were copied or from global memory; what is not there does not matter."""
+    bytes_ = 8 if p.q_codes else 16
+    if p.asks:
+        place = at.queries + part * bytes_
+        return load_shared_2(place) if p.q_codes else load_shared_4(place)
+    place = source + Int64(part * bytes_)
+    if p.heads % 64 == 0:
+        return load_global_2(place) if p.q_codes else load_global_4(place)
+    return load_global_2_if(here, place) if p.q_codes else load_global_4_if(here, place)
+
+
+@cute.jit
+def place_queries(p: cutlass.Constexpr, at: cutlass.Constexpr, q: Any, row: Any, head: Any, parity: Any) -> None:
+    """Puts queries in place, by both consumers: dims in the order of dequantised values, and zeros for absent heads."""
     thread = thread_index()
-    across = p.data.width // 8  # parts of 16 bytes of a query
-    source = q + (Int64(row) * p.heads + Int64(head)) * ((8 if p.q_codes else 16) * across)
-    words = []
+    across = p.data.width // 8  # parts of eight values of a query
+    source = queries_at(p, q, row, head)
+    if const_expr(p.asks):
+        mbarrier_wait(at.asked, parity)
+    heres, words = [], []
     for i in range_constexpr(across // 4):
         part = thread + 256 * i
         here = Int32(1)
         if const_expr(p.heads % 64 != 0):
-            if head + part // across >= p.heads:
-                here = Int32(0)
-        words.append(load_query(p, source, part, here))
+            here = cutlass.select_(head + part // across < p.heads, Int32(1), Int32(0))
+        heres.append(here)
+        words.append(load_query(p, at, source, part, here))
+    if const_expr(p.asks):
+        barrier_sync(QUERIES_READ, 256)
     for i in range_constexpr(across // 4):
         part = thread + 256 * i
         h = part // across
         c = part - h * across
-        x, y, z, w = words[i]
         if const_expr(p.q_codes):
-            x, y, z, w = bf16_of_e4m3(x, 0), bf16_of_e4m3(x, 1), bf16_of_e4m3(y, 0), bf16_of_e4m3(y, 1)
+            x, y = [bf16_of_e4m3(words[i][0], n) for n in (0, 1)]
+            z, w = [bf16_of_e4m3(words[i][1], n) for n in (0, 1)]
+        else:
+            x, y, z, w = words[i]
+        if const_expr(p.heads % 64 != 0):
+            x, y, z, w = [Uint32(cutlass.select_(heres[i] != 0, word, Uint32(0))) for word in (x, y, z, w)]
         odd_0, even_0 = permute(x, y, 0x7632), permute(x, y, 0x5410)
         odd_1, even_1 = permute(z, w, 0x7632), permute(z, w, 0x5410)
         if c >= 8 * p.data.codes:  # RoPE values are not permuted
@@ -170,15 +203,23 @@ def attend_left(
 ) -> Any:
     """The first consumer: logits, softmax, and the first half of the values, see ``each_tile``."""
     row, head, part, group = row_of(p, tile)
-    load_queries(p, at, arrays.q, row, head)
+    if const_expr(p.asks):
+        ask_queries(p, at, arrays.q, row, head)
+    else:
+        place_queries(p, at, arrays.q, row, head, Int32(0))
     _, _, _, begin, end = share_of(p, at, arrays.lengths, row, group)
     cell = Cell(0, row, head, part, group)
+    sink_0, sink_1 = Float32(0.0), Float32(0.0)
+    if const_expr(p.splits == 1):  # they are there by the time they are needed
+        sink_0, sink_1 = load_sink(p, arrays, head, cell.h), load_sink(p, arrays, head, cell.h + 8)
     factor_0 = Float32(p.scale * LOG2E)
     factor_1 = factor_0
     if const_expr(p.q_scale):
         place = arrays.q_scale + (Int64(row) * p.heads + Int64(head)) * 4
         factor_0 = factor_0 * load_head(p, place, head, cell.h)
         factor_1 = factor_1 * load_head(p, place, head, cell.h + 8)
+    if const_expr(p.asks):
+        place_queries(p, at, arrays.q, row, head, tile // p.teams & 1)
 
     x = Logits(p, at, cell, factor_0, factor_1)
     sums = Sums(p, at, cell)
@@ -229,8 +270,8 @@ def attend_left(
     mass_0, mass_1 = sum_of_quad(mass_0), sum_of_quad(mass_1)
     barrier_sync(WEIGHTS_FREE, 256)
     if const_expr(p.splits == 1):
-        share_0 = share_of_head(p, arrays, top_0, mass_0, head, cell.h, p.partial)
-        share_1 = share_of_head(p, arrays, top_1, mass_1, head, cell.h + 8, p.partial)
+        share_0 = share_of_head(p, arrays, top_0, mass_0, sink_0, p.partial)
+        share_1 = share_of_head(p, arrays, top_1, mass_1, sink_1, p.partial)
         store_for_quad(at, cell, share_0, share_1)
         barrier_arrive(WEIGHTS_READY, 256)
         line = line_of(p, cell)
@@ -258,7 +299,7 @@ def attend_right(
 ) -> Any:
     """The second consumer: the second half of the values, see ``each_tile``."""
     row, head, part, group = row_of(p, tile)
-    load_queries(p, at, arrays.q, row, head)
+    place_queries(p, at, arrays.q, row, head, tile // p.teams & 1)
     barrier_arrive(QUERIES_READY, 256)
     barrier_arrive(WEIGHTS_FREE, 256)
     if const_expr(p.splits > 1):
@@ -342,8 +383,8 @@ def weigh(
 ) -> Any:
     """The weights of a block, for both consumers.
 
-    Returns what logits of heads h and h + 8 are taken from, the masses, by what earlier sums decay, and whether those of
-    some head of the warp do.
+    Returns what logits of heads h and h + 8 are taken from, the masses, by what earlier sums decay, and whether some of
+    the warp's do.
     """
     logits = x.logits
     words = cute.recast_tensor(sums.weights, Uint32)

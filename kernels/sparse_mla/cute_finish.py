@@ -6,9 +6,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from ..cute_ptx import exp2, float_of, load_global, load_global_2, pack_bf16x2, store_global_2, thread_index, unpack_f16x2
+from ..cute_ptx import (
+    exp2,
+    float_of,
+    load_global,
+    load_global_2,
+    pack_bf16x2,
+    store_global_2,
+    thread_index,
+    unpack_f16x2,
+)
 from .cute_codes import write_codes
-from .cute_output import is_rope, share_of_head, write_lse
+from .cute_output import is_rope, load_sink, share_of_head, write_lse
 from .cute_place import NONE, origin
 from .cute_plan import Profile
 
@@ -36,6 +45,7 @@ def merged_groups(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, hea
     downs = 4 * (1 + thread * 4 // p.values)
     known = [marks + g * (4 * p.marks * p.heads) for g in range(p.groups)]
     known = [(float_of(load_global(x)), float_of(load_global(x + Int64(downs)))) for x in known]
+    sink = load_sink(p, arrays, head, Int32(0))
     top = Float32(NONE)
     for g in range_constexpr(p.groups):
         top = cute.arch.fmax(top, known[g][0])
@@ -48,7 +58,7 @@ def merged_groups(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, hea
         values = [*unpack_f16x2(words[g][0]), *unpack_f16x2(words[g][1])]
         for i in range_constexpr(4):
             sums[i] = sums[i] + values[i] * weight
-    factor = share_of_head(p, arrays, top, mass, head, Int32(0), False)
+    factor = share_of_head(p, arrays, top, mass, sink, False)
     if thread == 0:
         write_lse(p, arrays.lse, row, head, Int32(0), top, mass, False)
     return [x * factor for x in sums]

@@ -46,7 +46,9 @@ class Thread:
         lane: slot of a block whose row it gathers.
         part: 16 bytes of each 64.
         codes: where values of its codes go in a tile: 32 bytes, the second half at ^ 16.
-        rope: where its RoPE values go, 16 bytes.
+        swap: between two pieces that are not codes, for threads of odd rows, which take the second one first: else rows
+            that store together would want the same banks.
+        rope: where the first of those goes in a tile, 16 bytes; the other one at ^ 64.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,9 @@ class Thread:
         self.part = self.number & 3
         self.lane = self.number >> 2
         self.codes = self.lane * 128 + (((2 * self.part) ^ (self.lane & 7)) << 4)
-        self.rope = self.lane * 128 + ((self.part ^ (self.lane & 7)) << 4)
+        odd = self.lane & 1
+        self.swap = odd * PIECE
+        self.rope = self.lane * 128 + (((self.part ^ (self.lane & 7)) << 4) ^ (odd << 6))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +134,7 @@ def gather(
                     scale_0, scale_1 = load_shared_2(scales)
                     scale_1 = scale_1 & Uint32(0x00FFFFFF)
                     large = any_lane(exceeds(scale_0) | exceeds(scale_1))
-            words = [load_shared_4(room + PIECE * i) for i in range(p.unit)]
+            words = [load_shared_4(room + PIECE * i + t.swap * swaps(p, k, i)) for i in range(p.unit)]
             ahead = k + units
             source, size = issue(p, at, arrays, t, r, j + ahead // p.units, room, ahead % p.units, source, size)
             room = room + PIECE * p.unit
@@ -152,6 +156,12 @@ def gather(
         slot, phase = hand_over(p, at, t, slot, phase)
     wait_copies(0)
     return slot, phase, done + (end - begin)
+
+
+def swaps(p: Profile, unit: int, i: int) -> int:
+    """Which way a thread of an odd row goes from a piece of a unit to the one that it takes instead."""
+    piece = p.order[unit * p.unit + i] - p.data.codes
+    return 0 if piece < 0 else (1, -1)[piece % 2]
 
 
 @cute.jit

@@ -10,8 +10,12 @@ and one bf16 product with the scale completes it; a scale that is no power of tw
 takes a product and an fma: both round, the first where it hardly ever shows. That leaves the values of every four codes
 in the order 1, 3, 0, 2: queries are permuted alike, and the output is put back.
 
+What logits are taken from before the exponential follows the largest one only where that has risen by 8, so that few
+blocks make sums decay; weights stay under 2^8.
+
 CTAs that share a row form a cluster. Each sends its parts, in float16 under powers of two, to the CTAs that merge them,
-some columns each, and every sum runs in the order of the shares.
+some heads each, and every sum runs in the order of the shares. Where more share it than fit into a cluster, or a
+cluster costs more, a second kernel adds up parts of the same form.
 
 Here are the kernels and their launcher. The producers are in ``cute_gather.py``, the consumers in ``cute_consume.py``,
 sums over a cluster in ``cute_merge.py``, what is written in ``cute_output.py`` and, rotated and quantised, in
@@ -81,6 +85,7 @@ def build(profile: Profile) -> Any:
             for stage in range_constexpr(profile.tuning.stages):
                 mbarrier_init(at.full + 8 * stage, 8)  # producer warps
                 mbarrier_init(at.empty + 8 * stage, readers)
+            mbarrier_init(at.asked, 1)
             if const_expr(clustered):
                 mbarrier_init(at.ready, 4 * profile.splits)
                 mbarrier_init(at.merged, 1 + 8)  # what others send, and the warps of the consumers

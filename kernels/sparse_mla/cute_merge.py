@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..cute_ptx import (
     bits_of,
@@ -30,10 +30,10 @@ from ..cute_ptx import (
 )
 from .cute_codes import angles, turned, write_chunks
 from .cute_output import (
-    Cell,
     biggest_of,
     lift,
     line_of,
+    load_sink,
     packed,
     share_of_head,
     write_chunk,
@@ -143,19 +143,21 @@ def merge_owned(p: cutlass.Constexpr, at: cutlass.Constexpr, arrays: cutlass.Con
     begin = (at.share * p.fours + (p.splits - 1)) // p.splits
     end = ((at.share + 1) * p.fours + (p.splits - 1)) // p.splits
     warp = c.consumer * 4 + (c.thread >> 5)
-    h = (c.lane >> 2) & 3
     half = c.lane >> 4
     line = line_of(p, c)
     # Each round has the same columns.
     piece = warp % wide * 16 + half * 8
     column = c.part * (2 * p.values) + piece * 8
     turns = angles(p, arrays, c.row, c.quad, cutlass.select_(column == 448, Int32(1), Int32(0))) if p.fused else []
+    h = (c.lane >> 2) & 3
+    sink = load_sink(p, arrays, c.head, (begin + warp // wide) * FOUR + h)
     mbarrier_wait_cluster(at.merged, 0)
     consumer = piece // p.pieces
     for task in cutlass.range(warp, (end - begin) * wide, 8, unroll=1):
         number = task // wide
         local = (begin + number) * FOUR + h
-        weights = merged_weights(p, at, arrays, c, number, local, piece, line)
+        weights = merged_weights(p, at, arrays, c, number, local, piece, line, sink)
+        sink = load_sink(p, arrays, c.head, local + 8 // wide * FOUR)  # of the next round
         source = part_at(p, at, number, 0, consumer) + (piece - consumer * p.pieces) * 64 + (c.lane & 15) * 16
         down = Float32(0.0)
         if const_expr(p.partial):  # what is sent is under 2^16
@@ -194,6 +196,7 @@ def merged_weights(
     local: Any,
     piece: Any,
     line: Any,
+    sink: Any,
 ) -> Any:
     """Factors of the parts of a head from a piece of it on; the thread of the first one writes the head's lse."""
     tops, masses, downs = [], [], []
@@ -209,7 +212,7 @@ def merged_weights(
     for s in range_constexpr(p.splits):
         weights.append(exp2(tops[s] - origin(top)))
         mass = mass + masses[s] * weights[s]
-    factor = share_of_head(p, arrays, top, mass, c.head, local, p.partial)
+    factor = share_of_head(p, arrays, top, mass, sink, p.partial)
     if c.part == 0 and piece == 0 and c.quad == 0:
         write_lse(p, arrays.lse, line, c.head, local, top, mass, p.partial)
     return [weights[s] * factor * downs[s] for s in range(p.splits)]

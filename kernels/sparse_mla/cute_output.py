@@ -72,32 +72,22 @@ def load_head(p: cutlass.Constexpr, array: Any, head: Any, h: Any) -> Any:
     return x
 
 
-@cute.jit
-def with_sink(p: cutlass.Constexpr, arrays: cutlass.Constexpr, top: Any, mass: Any, head: Any, h: Any) -> Any:
-    """The denominator under ``top``."""
-    if const_expr(p.sinks):
-        sink = load_head(p, arrays.sinks + Int64(head) * 4, head, h)
-        mass = mass + exp2(sink * Float32(LOG2E) - origin(top))
-    return mass
+def load_sink(p: Profile, arrays: Arrays, head: Any, h: Any) -> Any:
+    """The sink of a head, where this kernel adds it to the denominator."""
+    return load_head(p, arrays.sinks + Int64(head) * 4, head, h) if p.sinks else Float32(0.0)
 
 
 @cute.jit
 def share_of_head(
-    p: cutlass.Constexpr,
-    arrays: cutlass.Constexpr,
-    top: Any,
-    mass: Any,
-    head: Any,
-    h: Any,
-    partial: cutlass.Constexpr,
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, top: Any, mass: Any, sink: Any, partial: cutlass.Constexpr
 ) -> Any:
     """The factor of a head's accumulated values; 0 where nothing took part.
 
     With ``partial`` under what took part here alone, which a second kernel completes.
     """
     total = mass
-    if const_expr(not partial):
-        total = with_sink(p, arrays, top, mass, head, h)
+    if const_expr(p.sinks and not partial):
+        total = mass + exp2(sink * Float32(LOG2E) - origin(top))
     x = Float32(1.0) / total
     if mass == Float32(0.0):
         x = Float32(0.0)

@@ -35,6 +35,7 @@ class Place:
     decays: Any
     full: Any
     empty: Any
+    asked: Any
     ready: Any
     merged: Any
 
