@@ -162,13 +162,16 @@ def test_products_do_not_wait_for_each_other(name: str, rows: int) -> None:
     assert code.count("WARPGROUP.DEPBAR") <= 6
 
 
-@pytest.mark.parametrize(("rows", "count"), [(128, 1), (64, 1), (16, 2)])
-def test_how_many_kernels_codes_take(rows: int, count: int) -> None:
-    shape = ATTENTION["v4-flash-csa"]
-    epilogue = kernels.Epilogue(jnp.zeros((rows, 64)), groups=shape.groups, scale_form="ue8m0")
+@pytest.mark.parametrize(
+    ("name", "rows", "count"),
+    [("v4-flash-csa", 128, 1), ("v4-flash-csa", 64, 1), ("v4-flash-csa", 2, 1), ("v4-pro-csa", 8, 1), ("v3.2", 64, 2)],
+)
+def test_how_many_kernels_codes_take(name: str, rows: int, count: int) -> None:
+    shape = ATTENTION[name]
+    epilogue = kernels.Epilogue(jnp.zeros((rows, 64)), groups=8, scale_form="ue8m0")
 
-    def call(q: jax.Array, pool: jax.Array, slots: jax.Array, extra: jax.Array, more: jax.Array) -> Any:
-        given = (extra, shape.extra_layout, more, None)
+    def call(q: jax.Array, pool: jax.Array, slots: jax.Array, *more: jax.Array) -> Any:
+        given = (more[0], shape.extra_layout, more[1], None) if more else None
         options = {"layout": shape.layout, "scale": shape.scale, "implementation": "cute"}
         return kernels.sparse_mla(q, pool, slots, extra=given, epilogue=epilogue, **options)
 

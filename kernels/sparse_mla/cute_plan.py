@@ -189,7 +189,7 @@ class Profile:
 
     @property
     def asks(self) -> bool:
-        """Whether queries come by one bulk copy: sooner than by loads, which take less of the time of CTAs of long rows."""
+        """Whether queries come by one bulk copy: sooner than by loads, but CTAs of whole rows were slower with it."""
         return self.shares > 1
 
     @property
