@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jmla.bench.case import Case, Work
-from jmla.kernels import kv_pack, sparse_mla
+from jmla.kernels import Epilogue, kv_pack, sparse_mla
 from jmla.kernels.layouts import KVLayout, footer584
 from jmla.kernels.shapes import ATTENTION, AttentionShape
 
@@ -29,6 +29,7 @@ DECODE = {
 # 4096 rows over 32768 keys, which FlashMLA reads in bf16 and these kernels straight from the FP8 pool.
 PREFILL = {"v3.2": 4070, "v4-flash-csa": 716, "v4-pro-csa": 2294}
 WITHOUT_PEER = {"glm-5": (1, 8, 64)}  # decode batches of models whose rows no peer was measured on
+WITH_CODES = {"v4-flash-csa": (1, 16, 32, 64, 128), "v4-pro-csa": (1, 8, 32, 64)}  # batches that end in an epilogue too
 TIMED_BY_ALL = (1, 64)  # batches at which the portable kernel and XLA are timed too
 
 
@@ -47,7 +48,7 @@ def _pool(layout: KVLayout, pages: int) -> jax.Array:
     return fill()
 
 
-def _build(shape: AttentionShape, rows: int, keys: int | None) -> Work:
+def _build(shape: AttentionShape, rows: int, keys: int | None, codes: bool = False) -> Work:
     layouts = [shape.layout] + ([shape.extra_layout] if shape.extra_layout is not None else [])
     columns = [shape.columns, shape.extra_columns][: len(layouts)]
     pools = []
@@ -70,6 +71,10 @@ def _build(shape: AttentionShape, rows: int, keys: int | None) -> Work:
         ]
         return (q, *slots)
 
+    epilogue = None
+    if codes:
+        cos_sin = jax.random.normal(jax.random.key(2), (rows, 64))
+        epilogue = Epilogue(cos_sin, groups=shape.groups, scale_form="ue8m0")
     sinks = jax.random.normal(jax.random.key(1), (shape.heads,)) if shape.sinks else None
 
     def run(implementation: str) -> Callable[..., Any]:
@@ -86,6 +91,7 @@ def _build(shape: AttentionShape, rows: int, keys: int | None) -> Work:
                 scale=shape.scale,
                 extra=extra,
                 sinks=sinks,
+                epilogue=epilogue,
                 implementation=implementation,
             )
 
@@ -94,13 +100,17 @@ def _build(shape: AttentionShape, rows: int, keys: int | None) -> Work:
     return Work(run, [one_set(jnp.uint32(i)) for i in range(count)], tuple(pools))
 
 
-def _case(shape: AttentionShape, rows: int, peer_us: float | None, keys: int | None = None) -> Case:
-    every = keys is None and rows in TIMED_BY_ALL
+def _case(
+    shape: AttentionShape, rows: int, peer_us: float | None, keys: int | None = None, codes: bool = False
+) -> Case:
+    every = keys is None and rows in TIMED_BY_ALL and not codes
     row_bytes = shape.layout.bytes_per_token
     return Case(
         op="sparse_mla",
-        name=f"{shape.name} decode, batch {rows}" if keys is None else f"{shape.name} prefill, {rows} x {keys}",
-        build=lambda: _build(shape, rows, keys),
+        name=f"{shape.name} decode{' to codes' if codes else ''}, batch {rows}"
+        if keys is None
+        else f"{shape.name} prefill, {rows} x {keys}",
+        build=lambda: _build(shape, rows, keys, codes),
         flops=shape.flops(rows),
         bytes=rows
         * ((shape.columns + shape.extra_columns) * row_bytes + 2 * shape.heads * (shape.width + shape.v_dim)),
@@ -112,7 +122,7 @@ def _case(shape: AttentionShape, rows: int, peer_us: float | None, keys: int | N
 
 
 def cases() -> list[Case]:
-    """Decode at every recorded batch, then prefill."""
+    """Decode at every recorded batch, also to codes, then prefill."""
     found = []
     for name, times in DECODE.items():
         shape = ATTENTION[name]
@@ -120,6 +130,9 @@ def cases() -> list[Case]:
             shape = _paged_64(shape)
         found += [_case(shape, rows, us) for rows, us in times.items()]
     found += [_case(ATTENTION[name], rows, None) for name, batches in WITHOUT_PEER.items() for rows in batches]
+    found += [
+        _case(ATTENTION[name], rows, None, codes=True) for name, batches in WITH_CODES.items() for rows in batches
+    ]
     return found + [_case(ATTENTION[name], 4096, us, 32768) for name, us in PREFILL.items()]
 
 
