@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from jmla.kernels.sparse_mla import cute_codes, cute_merge, cute_output, cute_place, cute_plan
+from jmla.kernels.sparse_mla import cute_codes, cute_finish, cute_merge, cute_output, cute_place, cute_plan
 from jmla.kernels.sparse_mla.cute_place import Arrays
 from jmla.kernels.sparse_mla.epilogue import Epilogue, assemble, finish
 
@@ -206,7 +206,7 @@ def as_stored(values: np.ndarray) -> np.ndarray:
 OUTPUT = ("either", "selector", "transposed", "whole_piece", "is_rope", "line_of", "load_head", "load_sink", "lift")
 OUTPUT += ("share_of_head", "write_lse", "write_chunk", "write_part", "biggest_of", "packed")
 CODES = ("write_units", "write_chunks", "codes_at", "angles", "turned", "turned_pair", "scale_of", "write_scales")
-CODES += ("write_scale", "larger_word", "padded")
+CODES += ("write_scale", "larger_word", "padded", "angle", "write_codes")
 MERGE = ("part_at", "known_at", "merge", "send_head", "merge_owned", "added", "merged_weights")
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -390,6 +390,61 @@ def test_a_cluster_merges_what_its_ctas_have(splits: int, parts: int, heads: int
         step, want = 2.0**-4, merged
         biggest = biggest * 4
     np.testing.assert_array_less(np.abs(got - want), step * np.abs(want) + biggest * (step * 2.0**-6 + 2.0**-9) + 1e-30)
+
+
+@pytest.mark.parametrize("block", [None, 32, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_second_kernel_adds_up_groups(block: int | None) -> None:
+    """Of two heads; one of them has a group in which no slot took part."""
+    rng, groups, heads = np.random.default_rng(7), 3, 2
+    ending = block and cute_plan.Ending(1, block, False, 64)
+    p = profile(1, ending, heads=heads, groups=groups, sinks=True, value_parts=2)
+    assert p.partial
+    parts = rng.standard_normal((groups, heads, 512)).astype(np.float16)
+    marks = np.zeros((groups, heads, p.marks), np.float32)
+    marks[..., 0] = rng.uniform(-2, 2, (groups, heads))
+    marks[..., 1:] = 2.0 ** rng.integers(-3, 3, (groups, heads, 4))
+    marks[1, 1, 0], parts[1, 1] = -np.inf, 0
+    angles, sinks = rng.standard_normal((1, 64)).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
+    out, lse = np.zeros((heads, 512), np.uint8 if block else np.uint16), np.zeros(heads, np.float32)
+    scales = np.zeros((heads * 512 // (block or 512), 4), np.float32)
+    names = ("parts", "masses", "cos_sin", "sinks", "out", "lse", "scales")
+    places = {
+        name: (n << 40, x)
+        for n, (name, x) in enumerate(zip(names, (parts, marks, angles, sinks, out, lse, scales), strict=True), 4)
+    }
+    arrays = Arrays(**{name: np.int64(at) for name, (at, _) in places.items()})
+    memory = Memory(**places)
+    for head in range(heads):
+        for number in range(4):
+            warp = Warp()
+            given = merging(Cluster(0, 1), stand_ins(memory, warp)) | {
+                "load_global_2": lambda at: (memory.load(at), memory.load(at + 4)),
+                "store_global_2": memory.store,
+            }
+
+            def run(lane: int, number: int = number, head: int = head, given: dict[str, Any] = given) -> None:
+                space = given | {"thread_index": lambda: np.int32(32 * number + lane)}
+                space = python_of(cute_finish, ("complete", "merged_groups", "natural"), space)
+                space["complete"](p, arrays, np.int32(0), np.int32(head))
+
+            warp.run(run)
+    weights = np.exp2(marks[..., 0].astype(np.float64))
+    downs = np.repeat(marks[..., 1:], 128, axis=-1)
+    mass = weights.sum(0)
+    merged = (weights[..., None] * downs * parts).sum(0) / (mass + np.exp(sinks))[:, None]
+    merged = merged.reshape(heads, 128, 4)[..., np.argsort(ORDER)].reshape(heads, 512) * (
+        np.arange(512) < 448
+    ) + merged * (np.arange(512) >= 448)
+    np.testing.assert_allclose(lse, np.log(mass), rtol=1e-5)
+    if block is None:
+        np.testing.assert_allclose(out.view(ml_dtypes.bfloat16).astype(np.float64), merged, rtol=2.0**-8, atol=1e-6)
+        return
+    cos, sin = angles[0, :32].astype(np.float64), angles[0, 32:].astype(np.float64)
+    even, odd = merged[:, 448::2].copy(), merged[:, 449::2].copy()
+    merged[:, 448::2], merged[:, 449::2] = even * cos + odd * sin, odd * cos - even * sin
+    codes = out.view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(heads, -1, block)
+    got = (codes * scales[:, 0].reshape(heads, -1, 1)).reshape(heads, 512)
+    np.testing.assert_allclose(got, merged, rtol=2.0**-4, atol=np.abs(merged).max() * 2.0**-10)
 
 
 # ---- values of codes

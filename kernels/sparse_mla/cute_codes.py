@@ -11,7 +11,6 @@ from ..cute_ptx import (
     divide,
     e4m3x4,
     float_of,
-    load_global,
     load_global_if,
     permute,
     shuffle_xor,
@@ -118,11 +117,13 @@ def codes_at(p: Profile, arrays: Arrays, row: Any, head: Any) -> Any:
     return arrays.out + ((Int64(group) * p.rows + Int64(row)) * each + Int64(head - group * each)) * 512
 
 
-def angle(p: Profile, arrays: Arrays, row: Any, pair: Any) -> tuple[Any, Any]:
-    """Cosine and sine of a pair of rotated values."""
+def angle(p: Profile, arrays: Arrays, row: Any, column: Any) -> tuple[Any, Any]:
+    """Cosine and sine of the pair of values from a column on, zeros where they are not rotated."""
     ending: Any = p.ending
-    table = arrays.cos_sin + (Int64(row) * ending.rope + Int64(pair)) * 4
-    return float_of(load_global(table)), float_of(load_global(table + 2 * ending.rope))
+    place = column - (512 - ending.rope)
+    here = cutlass.select_(place >= 0, Int32(1), Int32(0))
+    table = arrays.cos_sin + (Int64(row) * ending.rope + Int64(place >> 1)) * 4
+    return float_of(load_global_if(here, table)), float_of(load_global_if(here, table + 2 * ending.rope))
 
 
 def turned_pair(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
@@ -169,16 +170,17 @@ def write_scale(p: Profile, arrays: Arrays, row: Any, head: Any, block: Any, wor
 
 
 @cute.jit
-def write_codes(p: cutlass.Constexpr, arrays: cutlass.Constexpr, pairs: Any, row: Any, head: Any, thread: Any) -> None:
-    """Writes four values a thread, which are in order, as the second kernel has them."""
+def write_codes(
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, pairs: Any, turns: Any, row: Any, head: Any, thread: Any
+) -> None:
+    """Writes four values a thread, which are in order, as the second kernel has them, rotated by an angle each two."""
     ending = p.ending
     values = []
     largest = Uint32(0)
     for i in range_constexpr(2):
         even, odd = pairs[i]
-        place = thread * 4 + 2 * i - (512 - ending.rope)
-        if place >= 0:
-            even, odd = turned_pair(even, odd, *angle(p, arrays, row, place >> 1))
+        if thread * 4 + 2 * i >= 512 - ending.rope:
+            even, odd = turned_pair(even, odd, *turns[i])
         values += [even, odd]
         for x in (even, odd):
             largest = larger_word(largest, magnitude(bits_of(x)))

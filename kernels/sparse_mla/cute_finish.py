@@ -16,7 +16,7 @@ from ..cute_ptx import (
     thread_index,
     unpack_f16x2,
 )
-from .cute_codes import write_codes
+from .cute_codes import angle, write_codes
 from .cute_output import is_rope, load_sink, share_of_head, write_lse
 from .cute_place import NONE, origin
 from .cute_plan import Profile
@@ -31,8 +31,9 @@ def complete(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: An
         to = arrays.out + (Int64(row) * p.heads + Int64(head)) * 1024 + Int64(thread * 8)
         store_global_2(to, pack_bf16x2(low[0], low[1]), pack_bf16x2(high[0], high[1]))
     else:
+        turns = [angle(p, arrays, row, thread * 4 + 2 * i) for i in range(2)]  # there by the time they are needed
         pairs = natural(p, merged_groups(p, arrays, row, head, thread), thread)
-        write_codes(p, arrays, pairs, row, head, thread)
+        write_codes(p, arrays, pairs, turns, row, head, thread)
 
 
 @cute.jit
