@@ -15,9 +15,11 @@ import pytest
 
 from jmla import kernels
 from jmla.bench import timing
+from jmla.bench.trace import traced
 from jmla.engine import Engine, stored
 from jmla.kernels import dispatch, launch_cute, layouts
 from jmla.kernels.shapes import ATTENTION
+from jmla.kernels.sparse_mla.epilogue import Epilogue, assemble, finish
 from tests.test_gpu_sparse_mla import attend, inputs
 
 pytestmark = pytest.mark.gpu
@@ -196,6 +198,26 @@ from jmla.engine.stored import ProgramStore
 program = ProgramStore(folder).load("program")
 """
     check_elsewhere(tmp_path, load, program(*given))
+
+
+# ---- codes
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64, 128])
+def test_codes_take_a_kernel_less_than_values_that_are_rotated_and_quantised(rows: int) -> None:
+    q, pools, slots = inputs(SHAPE, rows)
+    epilogue = Epilogue(jax.random.normal(jax.random.key(0), (rows, 64)), groups=8, scale_form="ue8m0")
+
+    def apart(q: jax.Array, pools: Any, slots: Any) -> Any:
+        out, lse = attend(SHAPE, q, pools, slots, implementation="cute")
+        return assemble(*finish(out, None, epilogue, epilogue.cos_sin, None), epilogue), lse
+
+    together = functools.partial(attend, SHAPE, epilogue=epilogue, implementation="cute")
+    counts = []
+    for fn in (jax.jit(together), jax.jit(apart)):
+        jax.block_until_ready(fn(q, pools, slots))
+        counts.append(len(traced(functools.partial(fn, q, pools, slots))))
+    assert 0 < counts[0] < counts[1], counts
 
 
 # ---- warm-up
