@@ -14,7 +14,15 @@ import pytest
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
-from jmla.kernels.sparse_mla import cute_codes, cute_finish, cute_merge, cute_output, cute_place, cute_plan
+from jmla.kernels.sparse_mla import (
+    cute_codes,
+    cute_consume,
+    cute_finish,
+    cute_merge,
+    cute_output,
+    cute_place,
+    cute_plan,
+)
 from jmla.kernels.sparse_mla.cute_place import Arrays
 from jmla.kernels.sparse_mla.epilogue import Epilogue, assemble, finish
 
@@ -36,6 +44,13 @@ class Warp:
         got = self.words[self.own.lane ^ distance]
         self.barrier.wait(60)
         return got
+
+    def any(self, word: Any) -> np.uint32:
+        self.words[self.own.lane] = word
+        self.barrier.wait(60)
+        found = any(int(word) for word in self.words)
+        self.barrier.wait(60)
+        return np.uint32(found)
 
     def run(self, work: Any) -> None:
         errors = []
@@ -109,7 +124,7 @@ def python_of(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> dic
 
 def stand_ins(memory: Memory, warp: Warp) -> dict[str, Any]:
     class Arch:
-        fmax = staticmethod(lambda a, b: np.fmax(a, b))
+        fmax, fmin = staticmethod(np.fmax), staticmethod(np.fmin)
 
     class Cutlass:
         Constexpr = Any
@@ -445,6 +460,109 @@ def test_the_second_kernel_adds_up_groups(block: int | None) -> None:
     codes = out.view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(heads, -1, block)
     got = (codes * scales[:, 0].reshape(heads, -1, 1)).reshape(heads, 512)
     np.testing.assert_allclose(got, merged, rtol=2.0**-4, atol=np.abs(merged).max() * 2.0**-10)
+
+
+# ---- the softmax
+
+
+class Product(NamedTuple):
+    """What is asked of ``cute_consume.Logits``."""
+
+    logits: list[Any]
+    factor_0: Any
+    factor_1: Any
+
+
+class Sums(NamedTuple):
+    """What is asked of ``cute_consume.Sums``."""
+
+    weights: list[Any]
+
+
+class Addresses(NamedTuple):
+    """What is asked of ``cute_place.Place``."""
+
+    bias: int = 0
+    holes: int = 1024
+    weights: int = 2048
+    decays: int = 65536
+
+
+def bounds(absent: np.ndarray, at: int) -> tuple[Any, Any]:
+    """Two words of what producers say of a block of those slots: of the bounds, or where there are holes."""
+    if at >= Addresses().holes:
+        return tuple(absent.reshape(8, 8).any(1).astype(np.uint8).view(np.uint32))
+    slot = at % 256 // 4
+    return tuple(np.where(absent[slot : slot + 2], -np.inf, np.inf).astype(np.float32).view(np.uint32))
+
+
+RISES = (0, 3, -40, 9, 5, 30, -3, 7)  # by what logits of a block lie above those of the first, to the base 2
+
+
+@pytest.mark.parametrize("holes", [False, True], ids=["full", "holes"])
+def test_weights_follow_logits_that_rise(holes: bool) -> None:
+    """Of a warp's 16 heads, whose logits rise and fall by block, some heads' earlier than others'; with holes, of which
+    some logits are NaN."""
+    rng = np.random.default_rng(3)
+    p = profile(1, None, scale=0.25)
+    logits = rng.standard_normal((len(RISES), 16, 64)) * 8
+    for block, rise in enumerate(RISES):
+        logits[block] += (rise + np.where(np.arange(16) % 3 == 0, 4 * block, 0))[:, None] / (0.25 * np.log2(np.e))
+    values = rng.standard_normal((len(RISES), 64))
+    absent = rng.random((len(RISES), 64)) < 0.3 if holes else np.zeros((len(RISES), 64), bool)
+    absent[2] |= holes  # one block of nothing else
+    logits = logits.astype(np.float32)
+    logits[np.broadcast_to(absent[:, None], logits.shape)] = np.nan
+    found = np.zeros((4, 3, 16))  # by thread of a quad: what logits were taken from, masses and sums
+    changes = []
+    warp = Warp()
+    given = stand_ins(Memory(), warp) | {
+        "any_lane": warp.any,
+        "barrier_sync": lambda *_: None,
+        "barrier_arrive": lambda *_: None,
+        "store_shared": lambda *_: None,
+        "store_shared_4": lambda *_: None,
+        "exp2": lambda x: np.exp2(np.float32(x)),
+        "pack_bf16x2": lambda low, high: word_of(bf16([low, high])),
+        "load_shared_2": lambda at: bounds(absent[warp.own.block], int(at)),
+    }
+    given["cute"].recast_tensor = staticmethod(lambda x, kind: x)
+    given |= python_of(cute_place, ("origin", "shuffled", "largest_of_quad"), given)
+    space = python_of(cute_consume, ("weigh", "above", "store_for_quad"), given)
+
+    def one(lane: int) -> None:
+        c, quad, h = Cell.of(0, lane), lane & 3, lane >> 2
+        slots = np.array([8 * i + 2 * quad + n for i in range(8) for n in (0, 1)])
+        state, acc = [np.float32(-np.inf)] * 2 + [np.float32(0)] * 2, np.zeros(2)
+        for block in range(len(RISES)):
+            warp.own.block = block
+            own = logits[block][[h, h + 8]][:, slots].reshape(2, 8, 2).swapaxes(0, 1).reshape(-1)
+            factor = np.float32(p.scale * np.log2(np.e))
+            x = Product(list(own), factor, factor)
+            words = Sums([np.uint32(0)] * 16)
+            *state, decay_0, decay_1, changed = space["weigh"](p, Addresses(), c, x, words, np.int32(block), *state)
+            if lane == 0:
+                changes.append(bool(changed))
+            weights = np.array([halves(word) for word in words.weights]).astype(np.float64).reshape(8, 2, 2)
+            assert np.nanmax(weights) <= 256
+            acc = acc * (np.array([decay_0, decay_1]) if changed else 1) + np.einsum(
+                "ihn,in->h", weights, values[block][slots].reshape(8, 2)
+            )
+        for n in range(2):
+            found[quad, :, h + 8 * n] = state[n], state[2 + n], acc[n]
+
+    warp.run(one)
+    top, (mass, total) = found[0, 0], found[:, 1:].sum(0)
+    exponents = np.where(
+        np.broadcast_to(absent[:, None], logits.shape), -np.inf, logits.astype(np.float64) * 0.25 * np.log2(np.e)
+    )
+    exponents = exponents.swapaxes(0, 1).reshape(16, -1)
+    want = np.exp2(exponents - exponents.max(1)[:, None])
+    np.testing.assert_allclose(top + np.log2(mass), exponents.max(1) + np.log2(want.sum(1)), rtol=1e-5)
+    expected = (want * values.reshape(-1)).sum(1) / want.sum(1)
+    np.testing.assert_allclose(total / mass, expected, atol=2.0**-8 * np.abs(values).max())
+    assert (exponents.max(1) - top <= 8.01).all()
+    assert 1 < sum(changes) < len(RISES)
 
 
 # ---- values of codes

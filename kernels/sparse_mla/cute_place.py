@@ -52,7 +52,7 @@ class Arrays:
 
     Attributes:
         pools, indices, lengths: of each source.
-        out, lse: what is written; for a second kernel float32 values and logarithms to the base 2, for each group.
+        out, lse: what is written; for a second kernel lifted values of each group, and what ``Profile.marks`` says.
         parts, masses: the same, as the second kernel reads them.
         scales: of the codes in ``out``.
     """
