@@ -211,7 +211,8 @@ def attend_left(
     cell = Cell(0, row, head, part, group)
     sink_0, sink_1 = Float32(0.0), Float32(0.0)
     if const_expr(p.splits == 1):  # they are there by the time they are needed
-        sink_0, sink_1 = load_sink(p, arrays, head, cell.h), load_sink(p, arrays, head, cell.h + 8)
+        sink_0 = load_sink(p, arrays, head, cell.h, p.partial)
+        sink_1 = load_sink(p, arrays, head, cell.h + 8, p.partial)
     factor_0 = Float32(p.scale * LOG2E)
     factor_1 = factor_0
     if const_expr(p.q_scale):
@@ -439,7 +440,7 @@ def weigh(
 
 
 def above(x: Any, top: Any) -> Any:
-    """Not 0 if x is so far above what logits are taken from that this must follow: weights stay under 2^8."""
+    """Not 0 if x is so far above what logits are taken from that this must follow: weights are 2^8 at most."""
     return cutlass.select_(x > top + Float32(8.0), Uint32(1), Uint32(0))
 
 

@@ -9,8 +9,8 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from ..cute_ptx import (
     exp2,
     float_of,
-    load_global,
-    load_global_2,
+    load_result,
+    load_result_2,
     pack_bf16x2,
     store_global_2,
     thread_index,
@@ -42,11 +42,11 @@ def merged_groups(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, hea
     place = Int64(row) * (p.groups * p.heads) + Int64(head)
     parts = arrays.parts + place * 1024 + Int64(thread * 8)
     marks = arrays.masses + place * (4 * p.marks)
-    words = [load_global_2(parts + g * (1024 * p.heads)) for g in range(p.groups)]  # all of them are under way
+    words = [load_result_2(parts + g * (1024 * p.heads)) for g in range(p.groups)]  # all of them are under way
     downs = 4 * (1 + thread * 4 // p.values)
     known = [marks + g * (4 * p.marks * p.heads) for g in range(p.groups)]
-    known = [(float_of(load_global(x)), float_of(load_global(x + Int64(downs)))) for x in known]
-    sink = load_sink(p, arrays, head, Int32(0))
+    known = [(float_of(load_result(x)), float_of(load_result(x + Int64(downs)))) for x in known]
+    sink = load_sink(p, arrays, head, Int32(0), False)
     top = Float32(NONE)
     for g in range_constexpr(p.groups):
         top = cute.arch.fmax(top, known[g][0])

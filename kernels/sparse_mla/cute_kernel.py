@@ -11,7 +11,7 @@ takes a product and an fma: both round, the first where it hardly ever shows. Th
 in the order 1, 3, 0, 2: queries are permuted alike, and the output is put back.
 
 What logits are taken from before the exponential follows the largest one only where that has risen by 8, so that few
-blocks make sums decay; weights stay under 2^8.
+blocks make sums decay; weights are 2^8 at most.
 
 CTAs that share a row form a cluster. Each sends its parts, in float16 under powers of two, to the CTAs that merge them,
 some heads each, and every sum runs in the order of the shares. Where more share it than fit into a cluster, or a

@@ -150,14 +150,14 @@ def merge_owned(p: cutlass.Constexpr, at: cutlass.Constexpr, arrays: cutlass.Con
     column = c.part * (2 * p.values) + piece * 8
     turns = angles(p, arrays, c.row, c.quad, cutlass.select_(column == 448, Int32(1), Int32(0))) if p.fused else []
     h = (c.lane >> 2) & 3
-    sink = load_sink(p, arrays, c.head, (begin + warp // wide) * FOUR + h)
+    sink = load_sink(p, arrays, c.head, (begin + warp // wide) * FOUR + h, p.partial)
     mbarrier_wait_cluster(at.merged, 0)
     consumer = piece // p.pieces
     for task in cutlass.range(warp, (end - begin) * wide, 8, unroll=1):
         number = task // wide
         local = (begin + number) * FOUR + h
         weights = merged_weights(p, at, arrays, c, number, local, piece, line, sink)
-        sink = load_sink(p, arrays, c.head, local + 8 // wide * FOUR)  # of the next round
+        sink = load_sink(p, arrays, c.head, local + 8 // wide * FOUR, p.partial)  # of the next round
         source = part_at(p, at, number, 0, consumer) + (piece - consumer * p.pieces) * 64 + (c.lane & 15) * 16
         down = Float32(0.0)
         if const_expr(p.partial):  # what is sent is under 2^16

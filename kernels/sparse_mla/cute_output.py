@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from ..cute_ptx import (
+    any_lane,
     bits_of,
     exp2,
     float_of,
@@ -21,7 +22,7 @@ from ..cute_ptx import (
     store_global_4,
     thread_index,
 )
-from .cute_place import NONE, Arrays, largest_of_quad, origin
+from .cute_place import NONE, Arrays, largest_of_quad, magnitude, origin
 from .cute_plan import Profile
 from .forms import LN2, LOG2E
 
@@ -72,9 +73,11 @@ def load_head(p: cutlass.Constexpr, array: Any, head: Any, h: Any) -> Any:
     return x
 
 
-def load_sink(p: Profile, arrays: Arrays, head: Any, h: Any) -> Any:
-    """The sink of a head, where this kernel adds it to the denominator."""
-    return load_head(p, arrays.sinks + Int64(head) * 4, head, h) if p.sinks else Float32(0.0)
+def load_sink(p: Profile, arrays: Arrays, head: Any, h: Any, partial: bool) -> Any:
+    """The sink of a head, unless a second kernel will add it to the denominator."""
+    if p.sinks and not partial:
+        return load_head(p, arrays.sinks + Int64(head) * 4, head, h)
+    return Float32(0.0)
 
 
 @cute.jit
@@ -214,17 +217,25 @@ def lift(biggest: Any) -> Any:
     """The power of two that lifts values of that magnitude to the top of float16's range, and its inverse."""
     exponent = Int32(bits_of(biggest) >> 23)
     field = cutlass.min(cutlass.max(Int32(268) - exponent, Int32(1)), Int32(253))
-    field = cutlass.select_(exponent == 255, Int32(127), field)  # beside infinity others stay what they are
+    field = cutlass.select_(exponent == 255, Int32(127), field)
     return float_of(Uint32(field) << 23), float_of(Uint32(254 - field) << 23)
 
 
 @cute.jit
 def biggest_of(p: cutlass.Constexpr, acc: Any, second: cutlass.Constexpr) -> Any:
-    """The largest magnitude of a consumer's values of head h, or of head h + 8."""
+    """The largest finite magnitude of a consumer's values of head h, or of head h + 8."""
     biggest = Float32(0.0)
     for i in range_constexpr(p.pieces):
         for n in range_constexpr(2):
             biggest = larger_magnitude(biggest, acc[4 * i + 2 * second + n])
+    infinite = any_lane(cutlass.select_(biggest == Float32(-NONE), Uint32(1), Uint32(0)))
+    if infinite != 0:
+        biggest = Float32(0.0)
+        for i in range_constexpr(p.pieces):
+            for n in range_constexpr(2):
+                x = acc[4 * i + 2 * second + n]
+                finite = magnitude(bits_of(x)) < Uint32(0x7F800000)
+                biggest = larger_magnitude(biggest, cutlass.select_(finite, x, Float32(0.0)))
     return largest_of_quad(biggest)
 
 

@@ -264,8 +264,8 @@ class Profile:
 class Memory:
     """Where everything is in shared memory: byte offsets.
 
-    Parts that others of the cluster send, and their statistics, lie over queries and what the producers need, which is
-    free once the last logits are there.
+    Parts that CTAs of the cluster merge, and what is known of their heads, lie over queries and what the producers
+    need, which is free once the last logits are there.
     """
 
     keys: int
