@@ -25,6 +25,7 @@ from tests.test_gpu_sparse_mla import attend, inputs
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE, ROWS, LAYERS = ATTENTION["v4-flash-csa"], 8, 5
+KERNELS = pytest.mark.parametrize("rows", [ROWS, 32], ids=["one kernel", "two kernels"])  # of the attention
 AUTO = jax.sharding.AxisType.Auto
 P = jax.sharding.PartitionSpec
 
@@ -67,15 +68,15 @@ def layer(
     number: Any, q: jax.Array, pools: list[jax.Array], slots: list[jax.Array], name: str | None = "cute"
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Packs a row of each query into the first pool, and attends."""
-    to = 7 * (ROWS * number + jnp.arange(ROWS, dtype=jnp.int32))
+    to = 7 * (len(q) * number + jnp.arange(len(q), dtype=jnp.int32))
     window = kernels.kv_pack(q[:, 0], to, pools[0], layout=SHAPE.layout, implementation=name)
     out, _ = attend(SHAPE, q, [window, pools[1]], slots, implementation=name)
     return q + out, [window, pools[1]]
 
 
-def check_a_loop() -> None:
+def check_a_loop(rows: int) -> None:
     """One program with the loop in it, against a program for each layer; pools are updated in place."""
-    q, pools, slots = inputs(SHAPE, ROWS)
+    q, pools, slots = inputs(SHAPE, rows)
 
     def layers(q: jax.Array, pools: list[jax.Array], name: str) -> Any:
         return jax.lax.fori_loop(0, LAYERS, lambda i, x: layer(i, *x, slots, name), (q, pools))
@@ -94,25 +95,28 @@ def check_a_loop() -> None:
     assert 1 - 2 * np.sum(x * y) / np.sum(x**2 + y**2) < 1e-3
 
 
-def test_a_loop_over_layers() -> None:
-    check_a_loop()
+@KERNELS
+def test_a_loop_over_layers(rows: int) -> None:
+    check_a_loop(rows)
 
 
-def test_a_loop_over_layers_inside_command_buffers(tmp_path: Path) -> None:
+@KERNELS
+def test_a_loop_over_layers_inside_command_buffers(rows: int, tmp_path: Path) -> None:
     """In a process of its own, as the flags are read when XLA starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {timing.XLA_FLAGS}"
-    code = "from tests import test_gpu_cute as t; t.check_a_loop()"
+    code = f"from tests import test_gpu_cute as t; t.check_a_loop({rows})"
     check_in_a_process(code, XLA_FLAGS=flags, XDG_CACHE_HOME=str(tmp_path))
 
 
 # ---- shards
 
 
-def test_shards() -> None:
+@KERNELS
+def test_shards(rows: int) -> None:
     """Each device packs and attends rows of its own, as it would alone."""
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AUTO,))
-    parts = [inputs(SHAPE, ROWS, seed) for seed in range(len(devices))]
+    parts = [inputs(SHAPE, rows, seed) for seed in range(len(devices))]
     whole = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
     step = functools.partial(layer, 0)
     sharded = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -157,27 +161,28 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 from jmla.kernels import cute_cache, launch_cute
-from tests.test_gpu_cute import ROWS, SHAPE, inputs
+from tests.test_gpu_cute import SHAPE, inputs
 
 cute_cache.configure(compiling=False, directory=None)
 folder = Path(sys.argv[1])
 {load}
-results = [np.asarray(x).view(np.uint8) for x in jax.tree.leaves(program(*inputs(SHAPE, ROWS)))]
+results = [np.asarray(x).view(np.uint8) for x in jax.tree.leaves(program(*inputs(SHAPE, {rows})))]
 assert not [name for name in sys.modules if name.endswith((".kv_pack.cute", ".sparse_mla.cute"))]
 np.savez(folder / "results.npz", *results)
 """
 
 
-def check_elsewhere(folder: Path, load: str, want: Any) -> None:
+def check_elsewhere(folder: Path, load: str, rows: int, want: Any) -> None:
     """Runs a program that this process left in ``folder``, in one that compiles no kernel."""
-    check_in_a_process(LOADED.format(load=load), folder)
+    check_in_a_process(LOADED.format(load=load, rows=rows), folder)
     with np.load(folder / "results.npz") as results:
         check_equal([results[name] for name in results.files], want)
 
 
-def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
+@KERNELS
+def test_an_exported_program_runs_in_a_fresh_process(rows: int, tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers", reason="jax.export writes programs with flatbuffers")
-    given = inputs(SHAPE, ROWS)
+    given = inputs(SHAPE, rows)
     program = jax.jit(functools.partial(layer, 0))
     exported = jax.export.export(program, disabled_checks=launch_cute.export_checks())(*given)
     (tmp_path / "program").write_bytes(exported.serialize())
@@ -185,19 +190,20 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
 launch_cute.enable()
 program = jax.export.deserialize(bytearray((folder / "program").read_bytes())).call
 """
-    check_elsewhere(tmp_path, load, program(*given))
+    check_elsewhere(tmp_path, load, rows, program(*given))
 
 
-def test_a_stored_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
+@KERNELS
+def test_a_stored_program_runs_in_a_fresh_process(rows: int, tmp_path: Path) -> None:
     """As ``Engine.warmup`` keeps them beside JAX's cache; nothing else registers what the program calls."""
-    given = inputs(SHAPE, ROWS)
+    given = inputs(SHAPE, rows)
     program = jax.jit(functools.partial(layer, 0)).lower(*given).compile()
     stored.ProgramStore(tmp_path).save("program", program)
     load = """
 from jmla.engine.stored import ProgramStore
 program = ProgramStore(folder).load("program")
 """
-    check_elsewhere(tmp_path, load, program(*given))
+    check_elsewhere(tmp_path, load, rows, program(*given))
 
 
 # ---- codes

@@ -182,7 +182,7 @@ def attend(shape, q, pools, slots, **options):
 
 
 @KERNELS
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("rows", [1, 32, 64])
 @pytest.mark.parametrize("name", ["v3.2", "v4-flash-csa", "v4-flash-hca", "v4-pro-csa"])
 def test_twenty_repeats_are_bitwise_equal(name, rows, implementation):
     shape = ATTENTION[name]
@@ -284,10 +284,12 @@ def test_far_end_of_a_large_pool(layout, implementation):
 
 @KERNELS
 @pytest.mark.parametrize(("block", "form"), [(128, "fp32"), (32, "ue8m0")])
-@pytest.mark.parametrize("rows", [1, 16, 64, 70])
-def test_epilogue(rows, block, form, implementation):
+@pytest.mark.parametrize(
+    ("name", "rows"), [*(("v4-flash-csa", rows) for rows in (1, 16, 32, 64, 70)), ("v3.2", 2), ("v3.2", 70)]
+)
+def test_epilogue(name, rows, block, form, implementation):
     """The fused epilogue against XLA's: values within a step and what bf16 weights round, equal scales of padding."""
-    shape = ATTENTION["v4-flash-csa"]
+    shape = ATTENTION[name]
     q, pools, slots = inputs(shape, rows)
     angles = jax.random.uniform(jax.random.key(2), (rows, 32), maxval=6.28)
     cos_sin = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
@@ -305,6 +307,23 @@ def test_epilogue(rows, block, form, implementation):
     assert ((error <= 1e-3) | (error <= 1.01 * step + 2.01 / 128 * np.abs(expected))).all(), error.max()
     assert np.mean(got.codes.view(np.uint8) != want.codes.view(np.uint8)) < 0.2
     np.testing.assert_array_equal(got.scales[..., rows:], 0)
+
+
+@KERNELS
+@pytest.mark.parametrize(("rows", "heads"), [(3, 64), (5, 43), (140, 100)])
+def test_e4m3_queries_with_scales(rows, heads, implementation):
+    """Queries as codes with a factor for each row and head, and a factor of the output, against XLA's."""
+    layout, pages, rng = inline656(64), 64, np.random.default_rng(rows)
+    pool = random_pool(layout, pages)
+    q = jnp.asarray(rng.normal(size=(rows, heads, layout.width)), jnp.float8_e4m3fn)
+    slots = 7 * jnp.asarray(rng.integers(0, pages * 64 // 7, (rows, 640)), jnp.int32)
+    scales = {"q_scale": jnp.asarray(rng.uniform(0.5, 2, (rows, heads)), jnp.float32), "out_scale": 3.0}
+    call = functools.partial(sparse_mla, q, pool, slots, layout=layout, scale=0.05, **scales)
+    with served():
+        out, lse = jax.tree.map(np.asarray, call(implementation=implementation))
+    want, want_lse = jax.tree.map(np.asarray, call(implementation="xla"))
+    np.testing.assert_allclose(lse, want_lse, rtol=8.01 / 65536, atol=1e-4)
+    np.testing.assert_allclose(out.astype(np.float32), want.astype(np.float32), rtol=2.01 / 128, atol=1e-3 * 3)
 
 
 def dequantised(made, block, form):
