@@ -401,7 +401,9 @@ def test_a_cluster_merges_what_its_ctas_have(splits: int, parts: int, heads: int
     with np.errstate(all="ignore"):
         merged = (weights[..., None] * sums).sum(0)[:heads] * np.where(mass == 0, 0, 1 / total)[:, None]
         log = tops.max(0)[:heads] + np.log2(mass)
-    biggest = np.abs(weights[..., None] * sums).max((0, 2))[:heads, None] * np.where(mass == 0, 0, 1 / total)[:, None]
+        biggest = (
+            np.abs(weights[..., None] * sums).max((0, 2))[:heads, None] * np.where(mass == 0, 0, 1 / total)[:, None]
+        )
     np.testing.assert_allclose(lse[:, 0], log if p.partial else log * np.log(2), rtol=1e-5, atol=1e-5)
     if kind == "partial":
         values = out.view(np.float16).astype(np.float64).reshape(heads, -1, p.values) * lse[:, 1:, None]
