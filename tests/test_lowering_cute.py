@@ -164,7 +164,12 @@ def test_products_do_not_wait_for_each_other(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows", "count"),
-    [("v4-flash-csa", 128, 1), ("v4-flash-csa", 64, 1), ("v4-flash-csa", 2, 1), ("v4-pro-csa", 8, 1), ("v3.2", 64, 2)],
+    [
+        ("v4-flash-csa", 128, 1),
+        ("v4-flash-csa", 2, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("v4-flash-csa", 64, 1), ("v4-pro-csa", 8, 1))),
+        pytest.param("v3.2", 64, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_how_many_kernels_codes_take(name: str, rows: int, count: int) -> None:
     shape = ATTENTION[name]
