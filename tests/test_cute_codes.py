@@ -216,10 +216,18 @@ def held(p: cute_plan.Profile, c: Cell, sums: np.ndarray) -> list[Any]:
     return list(own.swapaxes(0, 1).reshape(-1))
 
 
-def as_stored(values: np.ndarray) -> np.ndarray:
+def as_stored(values: np.ndarray, order: Any = ORDER) -> np.ndarray:
     """As sums have them: values of codes out of order."""
     fours = values.reshape(*values.shape[:-1], 128, 4)
-    return np.where(np.arange(128)[:, None] < 112, fours[..., ORDER], fours).reshape(values.shape)
+    return np.where(np.arange(128)[:, None] < 112, fours[..., order], fours).reshape(values.shape)
+
+
+def rotated(values: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """With the last 64 values of each head turned back."""
+    cos, sin = angles[0, :32].astype(np.float64), angles[0, 32:].astype(np.float64)
+    even, odd = values[:, 448::2], values[:, 449::2]
+    pairs = np.stack([even * cos + odd * sin, odd * cos - even * sin], -1)
+    return np.concatenate([values[:, :448], pairs.reshape(len(values), 64)], -1)
 
 
 OUTPUT = ("either", "selector", "transposed", "whole_piece", "is_rope", "line_of", "load_head", "load_sink", "lift")
@@ -233,6 +241,7 @@ OUTPUT += (
     "write_all",
     "column_of",
     "values_at",
+    "write_four",
 )
 CODES = ("write_units", "write_chunks", "codes_at", "angles", "turned", "turned_pair", "scale_of", "write_scales")
 CODES += ("write_scale", "larger_word", "padded", "angle", "write_codes")
@@ -411,9 +420,7 @@ def test_a_cluster_merges_what_its_ctas_have(splits: int, parts: int, heads: int
     elif kind == "bf16":
         got, step, want = out.view(ml_dtypes.bfloat16).astype(np.float64), 2.0**-8, merged
     else:
-        cos, sin = angles[0, :32].astype(np.float64), angles[0, 32:].astype(np.float64)
-        even, odd = merged[:, 448::2].copy(), merged[:, 449::2].copy()
-        merged[:, 448::2], merged[:, 449::2] = even * cos + odd * sin, odd * cos - even * sin
+        merged = rotated(merged, angles)
         got = out.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         got = (got.reshape(heads, 4, 128) * scales[:, 0].reshape(heads, 4, 1)).reshape(heads, 512)
         step, want = 2.0**-4, merged
@@ -495,16 +502,12 @@ def test_the_second_kernel_adds_up_groups(block: int | None) -> None:
     downs = np.repeat(marks[..., 1:], 128, axis=-1)
     mass = weights.sum(0)
     merged = (weights[..., None] * downs * parts).sum(0) / (mass + np.exp(sinks))[:, None]
-    merged = merged.reshape(heads, 128, 4)[..., np.argsort(ORDER)].reshape(heads, 512) * (
-        np.arange(512) < 448
-    ) + merged * (np.arange(512) >= 448)
+    merged = as_stored(merged, np.argsort(ORDER))
     np.testing.assert_allclose(lse, np.log(mass), rtol=1e-5)
     if block is None:
         np.testing.assert_allclose(out.view(ml_dtypes.bfloat16).astype(np.float64), merged, rtol=2.0**-8, atol=1e-6)
         return
-    cos, sin = angles[0, :32].astype(np.float64), angles[0, 32:].astype(np.float64)
-    even, odd = merged[:, 448::2].copy(), merged[:, 449::2].copy()
-    merged[:, 448::2], merged[:, 449::2] = even * cos + odd * sin, odd * cos - even * sin
+    merged = rotated(merged, angles)
     codes = out.view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(heads, -1, block)
     got = (codes * scales[:, 0].reshape(heads, -1, 1)).reshape(heads, 512)
     np.testing.assert_allclose(got, merged, rtol=2.0**-4, atol=np.abs(merged).max() * 2.0**-10)

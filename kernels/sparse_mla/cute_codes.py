@@ -34,7 +34,7 @@ def write_units(
     p: cutlass.Constexpr, arrays: cutlass.Constexpr, c: cutlass.Constexpr, acc: Any, share_0: Any, share_1: Any
 ) -> None:
     """Writes a consumer's values, multiplied by the factors of heads h and h + 8."""
-    turns = angles(p, arrays, c.row, c.quad, Int32(1)) if const_expr(c.consumer == 1) else []
+    turns = angles(p, arrays, c.row, c.quad, Int32(448)) if const_expr(c.consumer == 1) else []
     for unit in range_constexpr(4):  # 128 values of one of the heads
         half, second = unit // 2, unit % 2
         factor = (share_0, share_1)[second]
@@ -91,12 +91,10 @@ def write_chunks(
             store_global_4(to + 64 * k, *words)
 
 
-def angles(p: Profile, arrays: Arrays, row: Any, quad: Any, here: Any) -> list[tuple[Any, Any]]:
-    """Cosines and sines of a thread's rotated pairs, or zeros where ``here`` is 0."""
+def angles(p: Profile, arrays: Arrays, row: Any, quad: Any, column: Any) -> list[tuple[Any, Any]]:
+    """Cosines and sines of a thread's pairs that are rotated if 64 values from a column on are the last of a row."""
     ending: Any = p.ending
-    table = arrays.cos_sin + (Int64(row) * ending.rope + Int64(quad)) * 4
-    starts = [table + 16 * i for i in range(ending.rope // 8)]
-    return [tuple(float_of(load_global_if(here, x + n)) for n in (0, 2 * ending.rope)) for x in starts]
+    return [angle(p, arrays, row, column + 8 * i + 2 * quad) for i in range(8 - ending.rope // 8, 8)]
 
 
 def turned(values: Any, turns: Any, last: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, const_expr, range_constexpr
 
 from ..cute_ptx import (
     bits_of,
@@ -41,14 +41,12 @@ from .cute_output import (
     write_part,
 )
 from .cute_place import NONE, Place, origin
-from .cute_plan import FOUR, Profile
-
-KNOWN = 16  # bytes that are sent of a head: what logits were taken from, the mass, and what undoes both lifts
+from .cute_plan import FOUR, KNOWN, Profile
 
 
 def bytes_of_parts(p: Profile, share: int) -> int:
     """What other CTAs send to the one that merges the heads of a share."""
-    return p.owned(share)[1] * (p.splits - 1) * (2 * p.part_bytes + FOUR * KNOWN)
+    return p.owned(share)[1] * (p.splits - 1) * p.four_bytes
 
 
 def part_at(p: Profile, at: Place, number: Any, share: Any, consumer: Any) -> Any:
@@ -111,7 +109,7 @@ def send_head(
     four = (c.thread >> 5) * 4 + 2 * second + (c.lane >> 4)
     if four < p.fours:
         owner = four * p.splits // p.fours
-        number = four - (owner * p.fours + (p.splits - 1)) // p.splits
+        number = four - p.first_of(owner)
         place = part_at(p, at, number, at.share, c.consumer) + (c.lane & 15) * 16
         about = known_at(p, at, number, at.share, (c.lane >> 2) & 3)
         if owner == at.share:
@@ -140,15 +138,14 @@ def merge_owned(p: cutlass.Constexpr, at: cutlass.Constexpr, arrays: cutlass.Con
     Eight threads have a head: each of them a pair of each 8 columns of half of the 128.
     """
     wide = p.values // 64  # of 128 columns, in those of the CTA
-    begin = (at.share * p.fours + (p.splits - 1)) // p.splits
-    end = ((at.share + 1) * p.fours + (p.splits - 1)) // p.splits
+    begin, end = p.first_of(at.share), p.first_of(at.share + 1)
     warp = c.consumer * 4 + (c.thread >> 5)
     half = c.lane >> 4
     line = line_of(p, c)
     # Each round has the same columns.
     piece = warp % wide * 16 + half * 8
     column = c.part * (2 * p.values) + piece * 8
-    turns = angles(p, arrays, c.row, c.quad, cutlass.select_(column == 448, Int32(1), Int32(0))) if p.fused else []
+    turns = angles(p, arrays, c.row, c.quad, column) if p.fused else []
     h = (c.lane >> 2) & 3
     sink = load_sink(p, arrays, c.head, (begin + warp // wide) * FOUR + h, p.partial)
     mbarrier_wait_cluster(at.merged, 0)

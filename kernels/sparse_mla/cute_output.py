@@ -114,9 +114,9 @@ def write_lse(
         store_global(lse + (Int64(line) * p.heads + Int64(head + h)) * (4 * marks), bits_of(x))
 
 
-def values_at(p: Profile, arrays: Arrays, c: Cell, line: Any) -> Any:
-    """The address of the bf16 values of head h."""
-    return arrays.out + (Int64(line) * p.heads + Int64(c.head + c.h)) * 1024
+def values_at(p: Profile, arrays: Arrays, line: Any, head: Any) -> Any:
+    """The address of the values of a head, of two bytes each."""
+    return arrays.out + (Int64(line) * p.heads + Int64(head)) * 1024
 
 
 @cute.jit
@@ -131,7 +131,7 @@ def write_all(
 ) -> None:
     """Writes a consumer's values."""
     column = column_of(p, c)
-    to = values_at(p, arrays, c, line)
+    to = values_at(p, arrays, line, c.head + c.h)
     if const_expr(p.partial):
         for second in range_constexpr(2):
             share = (share_0, share_1)[second]
@@ -145,23 +145,24 @@ def write_all(
             n = 16 * g + 4 * i
             first.append(pack_bf16x2(acc[n] * share_0, acc[n + 1] * share_0))
             second.append(pack_bf16x2(acc[n + 2] * share_1, acc[n + 3] * share_1))
-        write_pieces(p, c, first, second, to, column + 32 * g)
+        at = column + 32 * g
+        for n in range_constexpr(2):
+            place = to + Int64(at * 2 + c.quad * 16 + n * 8192)
+            write_four(p, c.head + c.h + 8 * n, c.quad, (first, second)[n], place, is_rope(p, at))
 
 
 @cute.jit
-def write_pieces(p: cutlass.Constexpr, c: cutlass.Constexpr, first: Any, second: Any, to: Any, column: Any) -> None:
-    """Writes four pieces of 8 values of heads h and h + 8, of which each thread of a quad has two of each piece.
+def write_four(p: cutlass.Constexpr, head: Any, quad: Any, words: cutlass.Constexpr, to: Any, rope: Any) -> None:
+    """Writes four pieces of 8 bf16 values of a head, of which each thread of a quad has two of each piece.
 
-    The threads exchange until each has a whole piece.
+    The threads exchange until each has a whole piece, which goes ``to`` where it is the thread's to write.
     """
-    rope = is_rope(p, column)
-    for second_head in range_constexpr(2):
-        words = whole_piece(second if const_expr(second_head) else first, c.quad, rope)
-        if const_expr(p.heads % 64 == 0):
-            store_global_4(to + Int64(column * 2 + c.quad * 16 + second_head * 8192), *words)
-        else:
-            if c.head + c.h + 8 * second_head < p.heads:
-                store_global_4(to + Int64(column * 2 + c.quad * 16 + second_head * 8192), *words)
+    piece = whole_piece(words, quad, rope)
+    if const_expr(p.heads % 64 == 0):
+        store_global_4(to, *piece)
+    else:
+        if head < p.heads:
+            store_global_4(to, *piece)
 
 
 @cute.jit
@@ -176,15 +177,9 @@ def write_chunk(
 ) -> None:
     """Writes 64 bf16 values of a head from a column on, of which each thread of a quad has two of each 8."""
     words = [pack_bf16x2(values[2 * i], values[2 * i + 1]) for i in range(8)]
-    to = arrays.out + (Int64(line) * p.heads + Int64(head)) * 1024 + Int64(column * 2 + quad * 16)
-    rope = is_rope(p, column)
+    to = values_at(p, arrays, line, head) + Int64(column * 2 + quad * 16)
     for g in range_constexpr(2):
-        piece = whole_piece(words[4 * g : 4 * g + 4], quad, rope)
-        if const_expr(p.heads % 64 == 0):
-            store_global_4(to + 64 * g, *piece)
-        else:
-            if head < p.heads:
-                store_global_4(to + 64 * g, *piece)
+        write_four(p, head, quad, words[4 * g : 4 * g + 4], to + 64 * g, is_rope(p, column))
 
 
 @cute.jit
@@ -204,12 +199,12 @@ def write_part(
     """
     whole = [transposed(words[n : n + 4], quad) for n in (0, 4)]
     if head < p.heads:
-        place = Int64(line) * p.heads + Int64(head)
-        to = arrays.out + place * 1024 + Int64(column * 2 + quad * 16)
+        to = values_at(p, arrays, line, head) + Int64(column * 2 + quad * 16)
         for g in range_constexpr(2):
             store_global_4(to + 64 * g, *whole[g])
         if quad == 0 and column % p.values == 0:
-            store_global(arrays.lse + (place * p.marks + Int64(1 + column // p.values)) * 4, bits_of(down))
+            mark = (Int64(line) * p.heads + Int64(head)) * p.marks + Int64(1 + column // p.values)
+            store_global(arrays.lse + mark * 4, bits_of(down))
 
 
 @cute.jit

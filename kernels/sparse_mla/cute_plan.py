@@ -14,6 +14,7 @@ from ..layouts import MAX_SLOTS, KVLayout
 BLOCK = 64  # slots of a step
 HEADS = 64  # of a CTA
 FOUR = 4  # heads that are merged together
+KNOWN = 16  # bytes that are sent of a head: what logits were taken from, the mass, and what undoes both lifts
 DEPTH = 2  # blocks whose slots and scales are kept
 SMS = 132
 SHARED_BYTES = 232448  # of a CTA, at most
@@ -251,13 +252,21 @@ class Profile:
 
     def owned(self, share: int) -> tuple[int, int]:
         """The first group of four heads, and how many, that the CTA of a share merges."""
-        first, last = (-(-r * self.fours // self.splits) for r in (share, share + 1))
-        return first, last - first
+        return self.first_of(share), self.first_of(share + 1) - self.first_of(share)
+
+    def first_of(self, share: Any) -> Any:
+        """The first group of four heads of a share, which may be a number of the kernel's."""
+        return (share * self.fours + (self.splits - 1)) // self.splits
 
     @property
     def part_bytes(self) -> int:
-        """What a consumer sends of four heads."""
+        """The values that a consumer sends of four heads."""
         return FOUR * self.values * 2
+
+    @property
+    def four_bytes(self) -> int:
+        """All that a CTA sends of four heads."""
+        return 2 * self.part_bytes + FOUR * KNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +322,7 @@ class Memory:
             raise ValueError(f"Expected the plan to fit in {SHARED_BYTES} bytes of shared memory, got {at}: {tuning}")
         if not 0 < tuning.units <= profile.units or tuning.stages not in (3, 4):
             raise ValueError(f"Expected 3 or 4 stages, and at most {profile.units} units: {tuning}")
-        parts = profile.most * profile.splits * (2 * profile.part_bytes + FOUR * 16)
+        parts = profile.most * profile.splits * profile.four_bytes
         if profile.splits > 1 and parts > starts["bias"] - starts["queries"]:
             raise ValueError(f"Expected {profile.splits=} parts to fit over the queries, got {parts} bytes")
         return cls(**starts, size=at)
