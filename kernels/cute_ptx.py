@@ -156,9 +156,9 @@ def load_result(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
 
 
 @dsl_user_op
-def load_result_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
-    """8 bytes, likewise."""
-    return _words(2, [(Int64, at)], "ld.global.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
+def load_result_4(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """16 bytes, likewise."""
+    return _words(4, [(Int64, at)], "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l", True, loc, ip)
 
 
 @dsl_user_op

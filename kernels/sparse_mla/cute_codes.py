@@ -15,6 +15,7 @@ from ..cute_ptx import (
     permute,
     shuffle_xor,
     store_global,
+    store_global_2,
     store_global_4,
     store_global_byte,
 )
@@ -44,7 +45,7 @@ def write_units(
             last = c.consumer == 1 and start == 96
             chunks.append(turned(values, turns, True) if last else values)
         column = Int32(256 * c.consumer + 128 * half)
-        write_chunks(p, arrays, c.row, c.head + c.h + 8 * second, c.quad, chunks, column, (1, 2))
+        write_chunks(p, arrays, c.row, [c.head + c.h + 8 * second], c.quad, [chunks], column, (1, 2))
 
 
 @cute.jit
@@ -52,43 +53,47 @@ def write_chunks(
     p: cutlass.Constexpr,
     arrays: cutlass.Constexpr,
     row: Any,
-    head: Any,
+    heads: cutlass.Constexpr,
     quad: Any,
     chunks: cutlass.Constexpr,
     column: Any,
     masks: cutlass.Constexpr,
 ) -> None:
-    """Writes chunks of 64 values of a head from a column on: of each a thread of a quad has two of each 8.
+    """Writes chunks of 64 values of each of some heads from a column on: of each a thread of a quad has two of each 8.
 
-    Threads whose numbers differ by ``masks`` have 128 values together.
+    Threads whose numbers differ by ``masks`` have 128 values together. What is done to the heads takes turns, since
+    each step waits for the one before.
     """
-    ending = p.ending
-    here = head < p.heads
-    x = [value for values in chunks for value in values]
+    ending, count = p.ending, len(chunks[0])
+    x = [value for some in chunks for values in some for value in values]
     whole = ending.block == 128
-    each = len(x) if whole else 8  # of a thread under a scale
-    for b in range_constexpr(len(x) // each):
-        largest = Uint32(0)
+    each = 16 * count if whole else 8  # of a thread under a scale
+    blocks = 16 * count // each
+    largest = []
+    for b in range_constexpr(len(heads) * blocks):
+        largest.append(Uint32(0))
         for n in range_constexpr(each):
-            largest = larger_word(largest, magnitude(bits_of(x[b * each + n])))
-        for mask in masks if whole else (1, 2):
-            largest = larger_word(largest, shuffle_xor(largest, mask))
-        word, inverse = scale_of(ending, largest)
+            largest[b] = larger_word(largest[b], magnitude(bits_of(x[b * each + n])))
+    for mask in masks if whole else (1, 2):
+        largest = [larger_word(word, shuffle_xor(word, mask)) for word in largest]
+    for b in range_constexpr(len(heads) * blocks):
+        word, inverse = scale_of(ending, largest[b])
         for n in range_constexpr(each):
             x[b * each + n] = x[b * each + n] * inverse
-        if quad == 0 and here and column % ending.block == 0:
-            write_scales(p, arrays, row, head, column // ending.block + b, word)
-    to = codes_at(p, arrays, row, head) + Int64(column + quad * 16)
-    for k in range_constexpr(len(chunks)):
+        if quad == 0 and heads[b // blocks] < p.heads and column % ending.block == 0:
+            write_scales(p, arrays, row, heads[b // blocks], column // ending.block + b % blocks, word)
+    for k in range_constexpr(len(heads) * count):
+        head = heads[k // count]
+        start = column + 64 * (k % count)
         pairs = [e4m3x4(*x[16 * k + 4 * n : 16 * k + 4 * n + 4]) for n in range(4)]
         a, b, d, e = transposed(pairs, quad)
         # Values 1, 3, 0, 2 of a piece are in a and b, but for those that were not codes.
-        as_is = column + 64 * k >= 448
+        as_is = start >= 448
         low = cutlass.select_(as_is, Uint32(0x5410), Uint32(0x1504))
         high = cutlass.select_(as_is, Uint32(0x7632), Uint32(0x3726))
         words = [permute(a, b, low), permute(d, e, low), permute(a, b, high), permute(d, e, high)]
-        if here:
-            store_global_4(to + 64 * k, *words)
+        if head < p.heads:
+            store_global_4(codes_at(p, arrays, row, head) + Int64(start + quad * 16), *words)
 
 
 def angles(p: Profile, arrays: Arrays, row: Any, quad: Any, column: Any) -> list[tuple[Any, Any]]:
@@ -169,25 +174,28 @@ def write_scale(p: Profile, arrays: Arrays, row: Any, head: Any, block: Any, wor
 
 @cute.jit
 def write_codes(
-    p: cutlass.Constexpr, arrays: cutlass.Constexpr, pairs: Any, turns: Any, row: Any, head: Any, thread: Any
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, values: Any, turns: Any, row: Any, head: Any, thread: Any
 ) -> None:
-    """Writes four values a thread, which are in order, as the second kernel has them, rotated by an angle each two."""
+    """Writes eight values a thread, which are in order, as the second kernel has them, rotated by an angle each two."""
     ending = p.ending
-    values = []
+    found = []
     largest = Uint32(0)
-    for i in range_constexpr(2):
-        even, odd = pairs[i]
-        if thread * 4 + 2 * i >= 512 - ending.rope:
+    for i in range_constexpr(4):
+        even, odd = values[2 * i], values[2 * i + 1]
+        if thread * 8 + 2 * i >= 512 - ending.rope:
             even, odd = turned_pair(even, odd, *turns[i])
-        values += [even, odd]
+        found += [even, odd]
         for x in (even, odd):
             largest = larger_word(largest, magnitude(bits_of(x)))
-    for bit in range_constexpr(5 if ending.block == 128 else 3):
+    for bit in range_constexpr(4 if ending.block == 128 else 2):
         largest = larger_word(largest, shuffle_xor(largest, 1 << bit))
     word, inverse = scale_of(ending, largest)
-    store_global(codes_at(p, arrays, row, head) + Int64(thread * 4), e4m3x4(*[x * inverse for x in values]))
-    if thread % (ending.block // 4) == 0:
-        write_scales(p, arrays, row, head, thread // (ending.block // 4), word)
+    found = [x * inverse for x in found]
+    to = codes_at(p, arrays, row, head) + Int64(thread * 8)
+    if head < p.heads:
+        store_global_2(to, e4m3x4(*found[:4]), e4m3x4(*found[4:]))
+        if thread % (ending.block // 8) == 0:
+            write_scales(p, arrays, row, head, thread // (ending.block // 8), word)
 
 
 def larger_word(x: Any, y: Any) -> Any:

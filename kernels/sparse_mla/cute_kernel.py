@@ -33,7 +33,7 @@ from cutlass.memory import SmemAllocator
 
 from ..cute_ptx import mbarrier_expect, mbarrier_init, thread_index
 from .cute_consume import attend_left, attend_right
-from .cute_finish import complete
+from .cute_finish import complete, known_before
 from .cute_gather import gather
 from .cute_merge import bytes_of_parts
 from .cute_place import Arrays, Place, each_tile
@@ -119,11 +119,14 @@ def build(profile: Profile) -> Any:
         lse: Int64,
         scales: Int64,
     ) -> None:
-        cute.arch.griddepcontrol_wait()
-        head, row, _ = cute.arch.block_idx()
+        some, row, _ = cute.arch.block_idx()
+        number = thread_index()
+        head, thread = some * profile.finished + (number >> 6), number & 63
         given = {"parts": parts, "masses": masses, "sinks": sinks, "out_scale": out_scale, "cos_sin": cos_sin}
         arrays = Arrays(**given, out=out, lse=lse, scales=scales)
-        complete(profile, arrays, row, head)
+        sink, turns = known_before(profile, arrays, row, head, thread)
+        cute.arch.griddepcontrol_wait()
+        complete(profile, arrays, row, head, thread, sink, turns)
 
     def address(x: Any) -> Any:
         return Int64(0) if x is None else x.iterator.toint()
@@ -157,7 +160,10 @@ def build(profile: Profile) -> Any:
         attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)
         if const_expr(profile.partial):
             combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
-                grid=[profile.heads, profile.rows, 1], block=[128, 1, 1], stream=stream, use_pdl=True
+                grid=[-(-profile.heads // profile.finished), profile.rows, 1],
+                block=[64 * profile.finished, 1, 1],
+                stream=stream,
+                use_pdl=True,
             )
 
     return launch

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from ..cute_ptx import (
     bits_of,
@@ -83,8 +83,9 @@ def merge(
     ``first`` and ``second`` are what logits of heads h and h + 8 were taken from and their masses, which one consumer
     knows.
     """
-    up_0, down_0 = lift(biggest_of(p, acc, 0))
-    up_1, down_1 = lift(biggest_of(p, acc, 1))
+    biggest_0, biggest_1 = biggest_of(p, acc)
+    up_0, down_0 = lift(biggest_0)
+    up_1, down_1 = lift(biggest_1)
     mbarrier_wait_cluster(at.ready, 0)
     send_head(p, at, c, acc, 0, up_0, down_0, first)
     send_head(p, at, c, acc, 1, up_1, down_1, second)
@@ -147,29 +148,42 @@ def merge_owned(p: cutlass.Constexpr, at: cutlass.Constexpr, arrays: cutlass.Con
     column = c.part * (2 * p.values) + piece * 8
     turns = angles(p, arrays, c.row, c.quad, column) if p.fused else []
     h = (c.lane >> 2) & 3
-    sink = load_sink(p, arrays, c.head, (begin + warp // wide) * FOUR + h, p.partial)
+    step = 8 // wide  # fours between two rounds, of which two are at work together, so that they wait together
+    count = 2 if p.most > step else 1
+    four = warp // wide
+    sinks = [load_sink(p, arrays, c.head, (begin + four + i * step) * FOUR + h, p.partial) for i in range(count)]
+    sink_0, sink_1 = sinks[0], sinks[-1]
     mbarrier_wait_cluster(at.merged, 0)
     consumer = piece // p.pieces
-    for task in cutlass.range(warp, (end - begin) * wide, 8, unroll=1):
-        number = task // wide
-        local = (begin + number) * FOUR + h
-        weights = merged_weights(p, at, arrays, c, number, local, piece, line, sink)
-        sink = load_sink(p, arrays, c.head, local + 8 // wide * FOUR, p.partial)  # of the next round
-        source = part_at(p, at, number, 0, consumer) + (piece - consumer * p.pieces) * 64 + (c.lane & 15) * 16
-        down = Float32(0.0)
-        if const_expr(p.partial):  # what is sent is under 2^16
-            up, down = lift(sum(weights, Float32(0.0)) * Float32(65536.0))
-            weights = [x * up for x in weights]
-        values = added(p, source, weights)
-        head = c.head + local
+    source = part_at(p, at, 0, 0, consumer) + (piece - consumer * p.pieces) * 64 + (c.lane & 15) * 16
+    for first in cutlass.range(four, end - begin, count * step, unroll=1):
+        heads, values, downs = [], [], []
+        for i in range_constexpr(count):
+            number = first + i * step
+            head = c.head + (begin + number) * FOUR + h
+            if const_expr(i > 0):  # behind the CTA's last one, whose values are read, there is none to write
+                head = cutlass.select_(begin + number < end, head, Int32(p.heads))
+                number = cutlass.min(number, end - begin - 1)
+            weights = merged_weights(p, at, arrays, c, number, h, head, piece, line, (sink_0, sink_1)[i])
+            if const_expr(p.partial):  # what is sent is under 2^16
+                up, down = lift(sum(weights, Float32(0.0)) * Float32(65536.0))
+                weights = [x * up for x in weights]
+                downs.append(down)
+            heads.append(head)
+            values.append(added(p, source + number * (2 * p.splits * p.part_bytes), weights))
+        behind = (begin + first + count * step) * FOUR + h
+        sink_0 = load_sink(p, arrays, c.head, behind, p.partial)
+        sink_1 = load_sink(p, arrays, c.head, behind + step * FOUR, p.partial) if const_expr(count > 1) else sink_0
         if const_expr(p.fused):
-            values = turned(values, turns, column == 448)
-            write_chunks(p, arrays, c.row, head, c.quad, [values], column, (1, 2, 16))
-        elif const_expr(p.partial):
-            words = [pack_f16x2(values[2 * i], values[2 * i + 1]) for i in range(8)]
-            write_part(p, arrays, line, head, c.quad, words, column, down)
+            chunks = [[turned(x, turns, column == 448)] for x in values]
+            write_chunks(p, arrays, c.row, heads, c.quad, chunks, column, (1, 2, 16))
         else:
-            write_chunk(p, arrays, line, head, c.quad, values, column)
+            for i in range_constexpr(count):
+                if const_expr(p.partial):
+                    words = [pack_f16x2(values[i][2 * n], values[i][2 * n + 1]) for n in range(8)]
+                    write_part(p, arrays, line, heads[i], c.quad, words, column, downs[i])
+                else:
+                    write_chunk(p, arrays, line, heads[i], c.quad, values[i], column)
 
 
 def added(p: Profile, source: Any, weights: Any) -> list[Any]:
@@ -190,16 +204,20 @@ def merged_weights(
     arrays: cutlass.Constexpr,
     c: cutlass.Constexpr,
     number: Any,
-    local: Any,
+    h: Any,
+    head: Any,
     piece: Any,
     line: Any,
     sink: Any,
 ) -> Any:
-    """Factors of the parts of a head from a piece of it on; the thread of the first one writes the head's lse."""
+    """Factors of the parts of a head from a piece of it on: of head h of four, those of a number among the CTA's.
+
+    The thread of the first piece writes the lse, as one of ``head``.
+    """
     tops, masses, downs = [], [], []
     top = Float32(NONE)
     for s in range_constexpr(p.splits):
-        x, y, left, right = load_shared_4(known_at(p, at, number, s, local & 3))
+        x, y, left, right = load_shared_4(known_at(p, at, number, s, h))
         tops.append(float_of(x))
         masses.append(float_of(y))
         downs.append(float_of(cutlass.select_(piece < p.pieces, left, right)))
@@ -211,5 +229,5 @@ def merged_weights(
         mass = mass + masses[s] * weights[s]
     factor = share_of_head(p, arrays, top, mass, sink, p.partial)
     if c.part == 0 and piece == 0 and c.quad == 0:
-        write_lse(p, arrays.lse, line, c.head, local, top, mass, p.partial)
+        write_lse(p, arrays.lse, line, head, Int32(0), top, mass, p.partial)
     return [weights[s] * factor * downs[s] for s in range(p.splits)]

@@ -133,9 +133,10 @@ def write_all(
     column = column_of(p, c)
     to = values_at(p, arrays, line, c.head + c.h)
     if const_expr(p.partial):
+        biggest = biggest_of(p, acc)
         for second in range_constexpr(2):
             share = (share_0, share_1)[second]
-            up, down = lift(biggest_of(p, acc, second) * share)
+            up, down = lift(biggest[second] * share)
             for i in range_constexpr(0, p.pieces, 8):
                 words = packed(acc, 4 * i + 2 * second, 8, share * up)
                 write_part(p, arrays, line, c.head + c.h + 8 * second, c.quad, words, column + 8 * i, down)
@@ -158,7 +159,7 @@ def write_four(p: cutlass.Constexpr, head: Any, quad: Any, words: cutlass.Conste
     The threads exchange until each has a whole piece, which goes ``to`` where it is the thread's to write.
     """
     piece = whole_piece(words, quad, rope)
-    if const_expr(p.heads % 64 == 0):
+    if const_expr(p.heads % 64 == 0 and p.splits == 1):
         store_global_4(to, *piece)
     else:
         if head < p.heads:
@@ -217,21 +218,26 @@ def lift(biggest: Any) -> Any:
 
 
 @cute.jit
-def biggest_of(p: cutlass.Constexpr, acc: Any, second: cutlass.Constexpr) -> Any:
-    """The largest finite magnitude of a consumer's values of head h, or of head h + 8."""
-    biggest = Float32(0.0)
+def biggest_of(p: cutlass.Constexpr, acc: Any) -> Any:
+    """The largest finite magnitudes of a consumer's values of heads h and h + 8."""
+    first, second = Float32(0.0), Float32(0.0)
     for i in range_constexpr(p.pieces):
         for n in range_constexpr(2):
-            biggest = larger_magnitude(biggest, acc[4 * i + 2 * second + n])
-    infinite = any_lane(cutlass.select_(biggest == Float32(-NONE), Uint32(1), Uint32(0)))
-    if infinite != 0:
-        biggest = Float32(0.0)
+            first = larger_magnitude(first, acc[4 * i + n])
+            second = larger_magnitude(second, acc[4 * i + 2 + n])
+    infinite = (first == Float32(-NONE)) | (second == Float32(-NONE))
+    if any_lane(cutlass.select_(infinite, Uint32(1), Uint32(0))) != 0:
+        first, second = Float32(0.0), Float32(0.0)
         for i in range_constexpr(p.pieces):
             for n in range_constexpr(2):
-                x = acc[4 * i + 2 * second + n]
-                finite = magnitude(bits_of(x)) < Uint32(0x7F800000)
-                biggest = larger_magnitude(biggest, cutlass.select_(finite, x, Float32(0.0)))
-    return largest_of_quad(biggest)
+                first = larger_magnitude(first, finite(acc[4 * i + n]))
+                second = larger_magnitude(second, finite(acc[4 * i + 2 + n]))
+    return largest_of_quad(first), largest_of_quad(second)
+
+
+def finite(x: Any) -> Any:
+    """x, or 0 in place of what is not finite."""
+    return cutlass.select_(magnitude(bits_of(x)) < Uint32(0x7F800000), x, Float32(0.0))
 
 
 def packed(acc: Any, start: int, count: int, factor: Any) -> list[Any]:

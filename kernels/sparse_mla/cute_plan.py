@@ -175,6 +175,11 @@ class Profile:
         return 1 + 512 // self.values
 
     @property
+    def finished(self) -> int:
+        """Heads of a CTA of the second kernel."""
+        return 1 if self.rows * self.heads <= 1024 else 4
+
+    @property
     def fused(self) -> bool:
         """Whether the CTAs that complete a row make codes of it."""
         return self.ending is not None and fuses(self.ending, self.data, self.splits, self.value_parts, self.groups)
