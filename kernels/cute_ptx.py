@@ -150,18 +150,6 @@ def load_global_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Ui
 
 
 @dsl_user_op
-def load_result(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """4 bytes that a kernel wrote beside whose end this one may have begun."""
-    return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip))
-
-
-@dsl_user_op
-def load_result_4(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
-    """16 bytes, likewise."""
-    return _words(4, [(Int64, at)], "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l", True, loc, ip)
-
-
-@dsl_user_op
 def load_global_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
     return _words(2, [(Int64, at)], "ld.global.nc.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
 

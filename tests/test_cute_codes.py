@@ -98,6 +98,41 @@ class Memory:
         return self.at(int(address), 4).view(np.uint32)[0]
 
 
+class Shared(Memory):
+    """Memory of a CTA, written as often as it is, to which copies go at once."""
+
+    def __init__(self, size: int, **arrays: tuple[int, np.ndarray]):
+        super().__init__(**arrays)
+        self.bytes = np.full(size, 0x7E, np.uint8)
+
+    def copy(self, to: Any, source: Any, size: Any, whole: int) -> None:
+        assert int(to) % whole == int(source) % whole == 0
+        self.bytes[int(to) : int(to) + whole] = 0
+        if size:
+            self.bytes[int(to) : int(to) + int(size)] = self.at(int(source), int(size))
+
+    def words(self, at: Any, count: int) -> Any:
+        found = self.bytes[int(at) : int(at) + 4 * count].view(np.uint32)
+        return found[0] if count == 1 else tuple(found)
+
+    def put(self, at: Any, word: Any, size: int) -> None:
+        self.bytes[int(at) : int(at) + size] = np.frombuffer(int(word).to_bytes(4, "little"), np.uint8)[:size]
+
+    def stand_ins(self) -> dict[str, Any]:
+        return {
+            "commit_copies": lambda: None,
+            "wait_copies": lambda pending: None,
+            "copy_4": lambda to, source: self.copy(to, source, 4, 4),
+            "copy_8": lambda to, source, size: self.copy(to, source, size, 8),
+            "copy_16": lambda to, source, size: self.copy(to, source, size, 16),
+            "load_shared": lambda at: self.words(at, 1),
+            "load_shared_2": lambda at: self.words(at, 2),
+            "load_shared_4": lambda at: self.words(at, 4),
+            "store_shared": lambda at, word: self.put(at, word, 4),
+            "store_shared_byte": lambda at, word: self.put(at, word, 1),
+        }
+
+
 def permute(a: Any, b: Any, selector: Any) -> np.uint32:
     bytes_ = int(a).to_bytes(4, "little") + int(b).to_bytes(4, "little")
     return np.uint32(int.from_bytes(bytes(bytes_[(int(selector) >> 4 * i) & 7] for i in range(4)), "little"))
@@ -126,12 +161,14 @@ def python_of(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> dic
 def stand_ins(memory: Memory, warp: Warp) -> dict[str, Any]:
     class Arch:
         fmax, fmin = staticmethod(np.fmax), staticmethod(np.fmin)
+        make_warp_uniform = staticmethod(lambda x: x)
+        sync_threads = staticmethod(lambda: warp.barrier.wait(60))
 
     class Cutlass:
         Constexpr = Any
         select_ = staticmethod(lambda condition, a, b: a if condition else b)
         min, max = staticmethod(min), staticmethod(max)
-        range = staticmethod(lambda begin, end, step, unroll: range(begin, end, step))
+        range = staticmethod(lambda *ends, unroll: range(*ends))
 
     class Cute:
         arch = Arch
@@ -151,8 +188,6 @@ def stand_ins(memory: Memory, warp: Warp) -> dict[str, Any]:
         "shuffle_xor": warp.exchange,
         "any_lane": warp.any,
         "load_global": memory.load,
-        "load_result": memory.load,
-        "load_result_4": lambda at: tuple(memory.load(at + 4 * n) for n in range(4)),
         "load_global_if": lambda here, at: memory.load(at) if here else np.uint32(0),
         "store_global": memory.store,
         "store_global_2": memory.store,
@@ -247,6 +282,7 @@ OUTPUT += (
 )
 CODES = ("write_units", "write_chunks", "codes_at", "angles", "turned", "turned_pair", "scale_of", "write_scales")
 CODES += ("write_scale", "larger_word", "padded", "angle", "write_codes")
+FINISH = ("known_before", "complete", "ask_groups", "merged_groups", "natural")
 MERGE = ("part_at", "known_at", "merge", "send_head", "merge_owned", "added", "merged_weights")
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -488,16 +524,17 @@ def test_the_second_kernel_adds_up_groups(block: int | None) -> None:
         for n, (name, x) in enumerate(zip(names, (parts, marks, angles, sinks, out, lse, scales), strict=True), 4)
     }
     arrays = Arrays(**{name: np.int64(at) for name, (at, _) in places.items()})
-    memory = Memory(**places)
-    for head in range(heads + 1):  # the last one is none
-        for number in range(2):
+    memory = Shared(p.finish_bytes, **places)
+    for head in range(heads):
+        memory.bytes[:] = 0x7E
+        for number in range(2):  # the first warp copies all marks
             warp = Warp()
-            space = merging(Cluster(0, 1), stand_ins(memory, warp))
-            space = python_of(cute_finish, ("known_before", "complete", "merged_groups", "natural"), space)
+            space = merging(Cluster(0, 1), stand_ins(memory, warp)) | memory.stand_ins()
+            space = python_of(cute_finish, FINISH, space)
 
             def run(lane: int, number: int = number, head: int = head, space: dict[str, Any] = space) -> None:
                 place = np.int32(0), np.int32(head), np.int32(32 * number + lane)
-                space["complete"](p, arrays, *place, *space["known_before"](p, arrays, *place))
+                space["complete"](p, arrays, *place, np.int32(0), *space["known_before"](p, arrays, *place))
 
             warp.run(run)
     weights = np.exp2(marks[..., 0].astype(np.float64))
@@ -513,6 +550,119 @@ def test_the_second_kernel_adds_up_groups(block: int | None) -> None:
     codes = out.view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(heads, -1, block)
     got = (codes * scales[:, 0].reshape(heads, -1, 1)).reshape(heads, 512)
     np.testing.assert_allclose(got, merged, rtol=2.0**-4, atol=np.abs(merged).max() * 2.0**-10)
+
+
+# ---- gathering
+
+
+PLACE = ("share_of", "advance", "row_of", "magnitude")
+GATHER = ("Thread", "gather", "swaps", "slot_at", "copy_slot", "copy_index", "issue", "in_source", "column_in")
+GATHER += ("locate", "locate_in", "addresses", "exceeds", "exceeds_inline", "hand_over")
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "lengths", "groups"),
+    [
+        ("footer", (128, 224), None, 3),
+        ("inline", (150,), (117,), 1),
+        ("plain", (40, 30), (40, 0), 2),
+        *(("footer", (100, 190), lengths, 4) for lengths in ((0, 0), (0, 7), (100, 65), (64, 190))),
+    ],
+)
+def test_every_slot_is_gathered_once(
+    kind: str, columns: tuple[int, ...], lengths: tuple[int, ...] | None, groups: int
+) -> None:
+    """By the CTAs that share a row, which has blocks of both sources in order; with its scales."""
+    from jmla.kernels.sparse_mla import cute_gather
+
+    rng = np.random.default_rng(len(columns))
+    data = cute_plan.Rows(kind, 512 if kind == "footer" else 576, True)
+    page, stride = 4, 4 * (data.row_bytes + data.scale_bytes) // 16 * 16 + 16
+    footer = page * data.row_bytes if kind == "footer" else 0
+    sources = tuple(cute_plan.Form(n, 40, page, stride, footer, lengths is not None) for n in columns)
+    p = profile(2, None, data=data, sources=sources, groups=groups, tuning=cute_plan.tuned(data))
+    memory = cute_plan.Memory.of(p)
+    pools = [rng.integers(0, 256, (10, stride)).astype(np.uint8) for _ in columns]
+    slots = [rng.integers(-2, 42, (2, n)).astype(np.int32) for n in columns]
+    counts = [np.array([5, n], np.int32) for n in lengths or columns]
+    names = [f"{name}{i}" for name in ("pool", "slots", "count") for i in range(len(columns))]
+    places = {name: (n << 40, x) for n, (name, x) in enumerate(zip(names, (*pools, *slots, *counts), strict=True), 1)}
+    three = [
+        tuple(np.int64(places[f"{name}{i}"][0]) for i in range(len(columns))) for name in ("pool", "slots", "count")
+    ]
+    arrays = Arrays(pools=three[0], indices=three[1], lengths=three[2])
+
+    # Of a CTA and a place in its blocks: bytes by piece, whether it counts, scales.
+    seen: dict[tuple[int, int], list[Any]] = {}
+
+    def run(group: int, number: int) -> None:
+        warp, shared = Warp(), Shared(memory.size, **places)
+        turns = [0] * 32
+
+        def place_piece(p: Any, t: Any, piece: int, words: Any, scale: Any, large: Any, half: Any, rope: Any) -> None:
+            block = turns[t.number & 31] // 2
+            here = seen.setdefault((group, 64 * block + int(t.lane)), [{}, None, b""])
+            here[0][piece, int(t.part)] = np.array(words, np.uint32).tobytes()
+            here[1] = shared.words(at.bias + (block & 3) * 256 + t.lane * 4, 1).view(np.float32) > 0
+            assert here[1] or shared.bytes[at.holes + (block & 3) * 8 + (t.lane >> 3)]
+            if kind == "footer" and piece in (0, 4) and t.part == 0:
+                here[2] += int(scale).to_bytes(4, "little")
+            elif kind == "inline" and piece == 0:
+                here[2] = shared.bytes[int(scale) : int(scale) + 16].tobytes()
+
+        given = stand_ins(shared, warp) | shared.stand_ins()
+        given |= {
+            "sync_warp": lambda: warp.barrier.wait(60),
+            "mbarrier_wait": lambda at, parity: None,
+            "mbarrier_arrive": lambda at: None,
+        }
+        given |= python_of(cute_place, PLACE, given)
+        at = cute_place.Place(memory, None, np.int32(0), np.int32(0))
+
+        def advance(*place: Any) -> Any:
+            turns[warp.own.lane] += 1
+            return given["advance"](*place)
+
+        own = {"thread_index": lambda: np.int32(256 + 32 * number + warp.own.lane), "advance": advance}
+        space = python_of(cute_gather, GATHER, given | own | {"place_piece": place_piece})
+
+        def one(lane: int) -> None:
+            where = np.int32(groups + group), np.int32(0), np.int32(1), np.int32(0)
+            slot, _, done = space["gather"](p, at, arrays, *where)
+            assert slot == 2 * done % p.tuning.stages
+            assert turns[lane] == 2 * done
+
+        warp.run(one)
+
+    for group, number in itertools.product(range(groups), range(8)):
+        run(group, number)
+    blocks = [(i, 64 * n) for i, count in enumerate(lengths or columns) for n in range(-(-count // 64))]
+    want: dict[tuple[int, int], Any] = {}
+    for group in range(groups):
+        own = blocks[group * len(blocks) // groups : (group + 1) * len(blocks) // groups]
+        for n, (i, start) in enumerate(own):
+            for lane in range(64):
+                column = start + lane
+                slot = slots[i][1, column] if column < (lengths or columns)[i] else -1
+                here = 0 <= slot < 40
+                want[group, 64 * n + lane] = pools[i][slot // 4 if here else 0], slot % 4 if here else None
+    assert seen.keys() == want.keys()
+    for place, (pieces, counted, scales) in seen.items():
+        row, offset = want[place]
+        assert counted == (offset is not None), place
+        if offset is not None and kind != "plain":
+            start = footer + 8 * offset if kind == "footer" else offset * data.row_bytes + 512
+            given_scales = row[start : start + (7 if kind == "footer" else 16)].tobytes()
+            assert scales == given_scales + b"\0" * (len(scales) - len(given_scales)), place
+        for (piece, part), found in pieces.items():
+            if offset is None:
+                assert not any(found)
+            else:
+                apart = 16 if kind == "inline" and piece >= 8 else 0
+                # Threads of odd rows take two pieces that are not codes the other way round.
+                other = piece if piece < data.codes or place[1] % 2 == 0 else data.codes + ((piece - data.codes) ^ 1)
+                start = offset * data.row_bytes + 64 * other + 16 * part + apart
+                assert found == row[start : start + 16].tobytes(), (place, piece, part)
 
 
 # ---- the softmax

@@ -24,7 +24,7 @@ from tests.test_gpu_sparse_mla import attend, inputs
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE, ROWS, LAYERS = ATTENTION["v4-flash-csa"], 8, 5
+SHAPE, ROWS, LAYERS = ATTENTION["v4-flash-csa"], 4, 5
 KERNELS = pytest.mark.parametrize("rows", [ROWS, 32], ids=["one kernel", "two kernels"])  # of the attention
 AUTO = jax.sharding.AxisType.Auto
 P = jax.sharding.PartitionSpec

@@ -285,7 +285,7 @@ def test_far_end_of_a_large_pool(layout, implementation):
 @KERNELS
 @pytest.mark.parametrize(("block", "form"), [(128, "fp32"), (32, "ue8m0")])
 @pytest.mark.parametrize(
-    ("name", "rows"), [*(("v4-flash-csa", rows) for rows in (1, 16, 32, 64, 70)), ("v3.2", 2), ("v3.2", 70)]
+    ("name", "rows"), [*(("v4-flash-csa", rows) for rows in (1, 4, 16, 32, 64, 70)), ("v3.2", 2), ("v3.2", 70)]
 )
 def test_epilogue(name, rows, block, form, implementation):
     """The fused epilogue against XLA's: values within a step and what bf16 weights round, equal scales of padding."""

@@ -192,10 +192,9 @@ def write_codes(
     word, inverse = scale_of(ending, largest)
     found = [x * inverse for x in found]
     to = codes_at(p, arrays, row, head) + Int64(thread * 8)
-    if head < p.heads:
-        store_global_2(to, e4m3x4(*found[:4]), e4m3x4(*found[4:]))
-        if thread % (ending.block // 8) == 0:
-            write_scales(p, arrays, row, head, thread // (ending.block // 8), word)
+    store_global_2(to, e4m3x4(*found[:4]), e4m3x4(*found[4:]))
+    if thread % (ending.block // 8) == 0:
+        write_scales(p, arrays, row, head, thread // (ending.block // 8), word)
 
 
 def larger_word(x: Any, y: Any) -> Any:

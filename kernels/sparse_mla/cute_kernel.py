@@ -119,14 +119,14 @@ def build(profile: Profile) -> Any:
         lse: Int64,
         scales: Int64,
     ) -> None:
-        some, row, _ = cute.arch.block_idx()
-        number = thread_index()
-        head, thread = some * profile.finished + (number >> 6), number & 63
+        head, row, _ = cute.arch.block_idx()
+        thread = thread_index()
+        base = SmemAllocator().allocate(profile.finish_bytes, 16).toint()
         given = {"parts": parts, "masses": masses, "sinks": sinks, "out_scale": out_scale, "cos_sin": cos_sin}
         arrays = Arrays(**given, out=out, lse=lse, scales=scales)
         sink, turns = known_before(profile, arrays, row, head, thread)
         cute.arch.griddepcontrol_wait()
-        complete(profile, arrays, row, head, thread, sink, turns)
+        complete(profile, arrays, row, head, thread, base, sink, turns)
 
     def address(x: Any) -> Any:
         return Int64(0) if x is None else x.iterator.toint()
@@ -160,10 +160,7 @@ def build(profile: Profile) -> Any:
         attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)
         if const_expr(profile.partial):
             combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
-                grid=[-(-profile.heads // profile.finished), profile.rows, 1],
-                block=[64 * profile.finished, 1, 1],
-                stream=stream,
-                use_pdl=True,
+                grid=[profile.heads, profile.rows, 1], block=[64, 1, 1], stream=stream, use_pdl=True
             )
 
     return launch
