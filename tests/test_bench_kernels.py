@@ -63,6 +63,17 @@ def test_a_kernel_that_is_not_for_these_rows_is_no_failure():
     assert row["errors"] == {"triton": "CannotRun: triton cannot run: has no epilogue"}
 
 
+def test_what_a_case_is_about_is_timed_beside_the_operation_without_it():
+    def build():
+        import jax.numpy as jnp
+
+        return Work(lambda name: lambda x: jnp.sin(x), [(jnp.ones(4),)], without=lambda name: lambda x: x + 1)
+
+    row = kernels.times(Case("op", "case", build, implementations=("xla",)), None)
+    assert row["us"].keys() == row["without_us"].keys() == {"xla"}
+    assert f"xla without {row['without_us']['xla']:.1f}" in kernels.line(row, None)
+
+
 def test_a_process_that_times_is_alone(tmp_path, monkeypatch):
     import fcntl
 

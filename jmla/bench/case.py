@@ -15,12 +15,15 @@ class Work:
         sets: input tuples that calls take in turn.
         shared: inputs of all calls.
         state: what calls update in place (a pool), or None.
+        without: as ``run``, for the operation without what the case is about (an epilogue), or None. It is timed on the
+            same arrays: between processes, whose arrays lie elsewhere, times of one kernel differ by some percent.
     """
 
     run: Callable[[str], Callable[..., Any]]
     sets: Sequence[tuple[Any, ...]]
     shared: tuple[Any, ...] = ()
     state: Any = None
+    without: Callable[[str], Callable[..., Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ def all_cases(only: str | None = None) -> list[Case]:
     return [case for case in found if only is None or only in f"{case.op} {case.name}"]
 
 
-def measure(case: Case, work: Work, implementation: str) -> float:
-    """Microseconds of a call."""
-    fn = work.run(implementation)
+def measure(case: Case, work: Work, implementation: str, run: Callable[[str], Callable[..., Any]]) -> float:
+    """Microseconds of a call of what ``run``, one of the work's, gives."""
+    fn = run(implementation)
     if work.state is None:
         xla = implementation == "xla"  # whose programs take long to compile
         return timing.time_call(
@@ -81,7 +81,9 @@ def times(case: Case, implementations: tuple[str, ...] | None) -> dict[str, Any]
             with timing.device(alone=False):  # anew, since a timed program may have consumed its state
                 work = case.build()
                 jax.block_until_ready((work.sets, work.shared, work.state))
-            found["us"][name] = round(measure(case, work, name), 2)
+            found["us"][name] = round(measure(case, work, name, work.run), 2)
+            if work.without is not None:
+                found.setdefault("without_us", {})[name] = round(measure(case, work, name, work.without), 2)
         except Exception as error:  # one failing case must not lose the others' times
             kind = "refused" if name in PARTIAL and isinstance(error, CannotRun) else "errors"
             found.setdefault(kind, {})[name] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -159,5 +161,6 @@ def line(row: dict[str, Any], ceiling: dict[str, float] | None) -> str:
     cells.append(f"{xla:.1f}" if xla else "-")
     cells.append(f"{us / xla:.3f}" if us and xla else "-")
     others = [f"{name} {own[name]:.1f}" for name in own if name != best]
+    others += [f"{name} without {us:.1f}" for name, us in row.get("without_us", {}).items()]
     cells.append(", ".join([*others, *(f"{name} -" for name in row.get("refused", {}))]) or "-")
     return "| " + " | ".join(cells) + " |"

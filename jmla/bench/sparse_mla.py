@@ -77,7 +77,7 @@ def _build(shape: AttentionShape, rows: int, keys: int | None, codes: bool = Fal
         epilogue = Epilogue(cos_sin, groups=shape.groups, scale_form="ue8m0")
     sinks = jax.random.normal(jax.random.key(1), (shape.heads,)) if shape.sinks else None
 
-    def run(implementation: str) -> Callable[..., Any]:
+    def run(implementation: str, epilogue: Epilogue | None = epilogue) -> Callable[..., Any]:
         def call(q: jax.Array, *rest: Any) -> Any:
             slots, pools = rest[: len(layouts)], rest[len(layouts) :]
             extra = None
@@ -97,7 +97,8 @@ def _build(shape: AttentionShape, rows: int, keys: int | None, codes: bool = Fal
 
         return call
 
-    return Work(run, [one_set(jnp.uint32(i)) for i in range(count)], tuple(pools))
+    without = functools.partial(run, epilogue=None) if codes else None
+    return Work(run, [one_set(jnp.uint32(i)) for i in range(count)], tuple(pools), without=without)
 
 
 def _case(
