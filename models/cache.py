@@ -152,13 +152,18 @@ def bytes_per_token(spec: ModelSpec) -> dict[str, float]:
     }
 
 
-def bytes_per_row(spec: ModelSpec) -> dict[str, int]:
-    """Bytes that a sequence takes whatever its length: the live window and the compressors' running state."""
+def bytes_per_row(spec: ModelSpec, rollback: int = 0) -> dict[str, int]:
+    """Bytes that a sequence takes whatever its length: the live window and the compressors' running state.
+
+    Args:
+        spec: of the model.
+        rollback: tokens that may be taken back, as for ``init_cache``; for drafts as many as are drafted at a time.
+    """
     out: dict[str, int] = {}
     if isinstance(spec.config, V4Config):
         layout = cache_layouts(spec)["window"]
         out["window"] = layer_counts(spec.config, spec.drafting)["window"] * window_pages(spec) * layout.page_stride
-        for name, shape in _state_shapes(spec, 1).items():
+        for name, shape in _state_shapes(spec, 1, rollback).items():
             out[f"{name} state"] = int(np.prod(shape)) * 4
     return out
 

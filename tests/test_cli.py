@@ -183,6 +183,9 @@ def test_k14_cache_costs_are_what_is_allocated(family, kv_layout):
         assert held[name] == cost * rows * tokens
     for name, cost in bytes_per_row(model.spec).items():
         assert held[name] == cost * rows
+    drafting = jmla.init_cache(model, rows, tokens, rollback=3).nbytes
+    for name, cost in bytes_per_row(model.spec, rollback=3).items():
+        assert drafting[name] == cost * rows
     assert set(held) == {*bytes_per_token(model.spec), *bytes_per_row(model.spec)}
 
 
