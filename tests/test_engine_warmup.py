@@ -11,7 +11,7 @@ import pytest
 
 from jmla import SamplingParams
 from jmla.engine import Engine, Stats, stored
-from jmla.engine.engine import _rectangles, _shapes
+from jmla.engine.shapes import rectangles, shapes
 from tests.test_engine import alone, check_all_back, model
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -89,8 +89,8 @@ def test_nothing_is_compiled_after_warmup(family, count, options, compiled):
 
 
 @pytest.mark.parametrize(("rows", "chunk", "budget"), [(1, 256, 257), (5, 512, 517), (8, 64, 9), (64, 2048, 2112)])
-def test_rectangles_have_declared_shapes(rows, chunk, budget):
-    declared = set(_shapes(rows, chunk, budget))
+def test_rectangles_have_declaredshapes(rows, chunk, budget):
+    declared = set(shapes(rows, chunk, budget))
     assert len(declared) < 60
     rng = np.random.default_rng(0)
 
@@ -102,7 +102,7 @@ def test_rectangles_have_declared_shapes(rows, chunk, budget):
         while len(counts) < rows and left > 0:
             counts.append(int(rng.integers(1, min(left, chunk) + 1)))
             left -= counts[-1]
-        groups = _rectangles([(None, count) for count in counts], width)
+        groups = rectangles([(None, count) for count in counts], width)
         assert sorted(c for group in groups for _, c in group) == sorted(counts)
         for group in groups:
             assert (1 << (len(group) - 1).bit_length(), width(max(c for _, c in group))) in declared

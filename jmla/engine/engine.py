@@ -15,11 +15,14 @@ from jmla.batching import SMALLEST_CHUNK, bucket
 from jmla.completion import Completion, Output, Reason
 from jmla.decoding import BLOCK, Rows
 from jmla.engine import device
+from jmla.engine.flight import Flight, Passenger
 from jmla.engine.line import Launch, Line
 from jmla.engine.pages import PagePool
 from jmla.engine.prefixes import Node, PrefixIndex
 from jmla.engine.programs import Job, Programs
 from jmla.engine.request import Handle, Request
+from jmla.engine.shapes import doubling, padded, rectangles, shapes, width_of
+from jmla.engine.stats import Stats
 from jmla.kernels import dispatch
 from jmla.models import Model, PagedCache, select
 from jmla.models.cache import first_window_page, open_cache, window_pages
@@ -34,93 +37,6 @@ from jmla.values import check_integer, check_number, check_text
 
 ROOM = 8192  # tokens that a row has pages for by default, where max_seq_len is more
 BUSY_STEPS = 4  # tokens of a decode launch while prompts wait for their turn
-
-
-@dataclasses.dataclass
-class Stats:
-    """What an engine has done.
-
-    Attributes:
-        submitted: requests; of a prompt for which several completions are drawn, each is one.
-        finished: requests that came to their own end.
-        cancelled: requests that were cancelled or ran out of time.
-        failed: requests whose logits were not numbers, or whose callback failed.
-        preempted: times that a request gave its pages back to be computed again.
-        steps: calls of ``step`` that computed something.
-        prompt_tokens: of the requests that have started.
-        cached_tokens: of those, read from the pages of other requests.
-        made_tokens: given out.
-        drafted_tokens: guesses of the draft block that were looked at.
-        accepted_tokens: of those, the ones that were right.
-        step_seconds: time in steps.
-        host_seconds: time in steps in which the device may have had no work for want of the host: from when it was last
-            seen to work, or got some, until it got more. An upper bound, for its own work may be part of it.
-        wait_seconds: time that the host waited for the device.
-        late_steps: steps in which the device had ended all its work before the host came.
-    """
-
-    submitted: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    preempted: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    made_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    step_seconds: float = 0.0
-    host_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    late_steps: int = 0
-
-
-@dataclasses.dataclass
-class Flight:
-    """What the device was asked for and has not been looked at.
-
-    Attributes:
-        passengers: whom it makes tokens for.
-        launch: which gives tokens, log-probabilities, and the likeliest ids with theirs if someone wants them,
-            ``[n, ...]``; then ``[4, n]`` as ``jmla.engine.device`` says.
-        decoding: whether rows go on from tokens that they have made; else these are the first behind prompts, and no
-            page holds them.
-    """
-
-    passengers: list["Passenger"]
-    launch: Launch
-    decoding: bool
-
-    @property
-    def ready(self) -> bool:
-        return self.launch.done and self.launch.result()[-1].is_ready()
-
-    def fetch(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Waits for the arrays; without likeliest ids there are none of each token."""
-        *made, counted = (np.asarray(x) for x in self.launch.result())
-        if len(made) == 2:
-            made += [np.zeros((*made[0].shape, 0))] * 2
-        return made, counted
-
-
-@dataclasses.dataclass
-class Passenger:
-    """A request in a flight.
-
-    Attributes:
-        at: its place among the rows of the flight's arrays.
-        request: itself.
-        seat: the one that it has: what was computed for another seat is void.
-        most: tokens that it makes at most.
-        record: where the device keeps its states if it comes to a page's end, -1 for nowhere.
-    """
-
-    at: int
-    request: Request
-    seat: object
-    most: int
-    record: int = -1
 
 
 class Engine:
@@ -709,7 +625,7 @@ class Engine:
             self.stats.prompt_tokens += len(request.prompt)
             self.stats.cached_tokens += length
         self._params, self._params_there = self._params.with_row(row, request.params), None
-        tokens = _padded(request.tokens)
+        tokens = padded(request.tokens)
         numbers = [np.int32(x) for x in (row, length, record, source)]
         pages_to_copy = [np.array([pair], np.int32) for pair in pairs]
         limit, prompt, made = request.params.max_new_tokens or 0, len(request.prompt), len(request.made)
@@ -882,7 +798,7 @@ class Engine:
     def _prefill(self, chunks: list[tuple[Request, int]]) -> list["Flight"]:
         """Reads chunks of prompts; what comes of those whose prompt ends."""
         flights = []
-        for group in _rectangles(chunks, self._width):
+        for group in rectangles(chunks, self._width):
             size, width = bucket(len(group)), self._width(max(count for _, count in group))
             index = np.full(size, len(self._running), np.int32)
             tokens, counts = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
@@ -1014,11 +930,7 @@ class Engine:
             self._leave(request)
 
     def _width(self, count: int) -> int:
-        """Tokens a row of a pass, of few widths: 16, 64, 256, ... or the chunk."""
-        width = SMALLEST_CHUNK
-        while width < count:
-            width *= 4
-        return min(width, max(self._chunk, SMALLEST_CHUNK))
+        return width_of(count, self._chunk)
 
     def _wants_tops(self) -> bool:
         return any(r is not None and bool(r.params.logprobs) for r in self._running)
@@ -1073,14 +985,14 @@ class Engine:
         records, alive = np.full(rows, -1, np.int32), np.zeros(rows, bool)
         cache, held = self._line.held()
         yield device.decode_rows, (), (self._served, cache, held, *self._decode_args(alive, 0, records, False))
-        for size, width in _shapes(rows, self._width(self._chunk), self._budget):
+        for size, width in shapes(rows, self._width(self._chunk), self._budget):
             zeros = np.zeros(size, np.int32)
             none = np.full(size, rows, np.int32), np.zeros((size, width), np.int32), zeros, zeros
             args = self._prefill_args(*none, np.zeros(size, bool), records, False)
             yield device.prefill_rows, (size, width), (self._served, cache, held, *args)
         number, pair = np.int32(0), np.full((1, 2), -1, np.int32)
-        longest = len(_padded(np.zeros(self._model.spec.max_seq_len, np.int32)))
-        for length in _doubling(PAGE_TOKENS, longest):
+        longest = len(padded(np.zeros(self._model.spec.max_seq_len, np.int32)))
+        for length in doubling(PAGE_TOKENS, longest):
             numbers = (*[number] * 4, pair, pair, number, np.zeros(length, np.int32), number, number)
             yield device.place, (length,), (cache, held, *numbers)
 
@@ -1109,43 +1021,3 @@ def _taker(pieces: list[str | int], callback: Callable[[str | int], None] | None
             callback(piece)
 
     return take
-
-
-def _padded(ids: np.ndarray) -> np.ndarray:
-    """Ids behind which zeros stand, so that few lengths are compiled."""
-    out = np.zeros(bucket(max(len(ids), 1), PAGE_TOKENS), np.int32)
-    out[: len(ids)] = ids
-    return out
-
-
-def _doubling(first: int, last: int, factor: int = 2) -> Iterator[int]:
-    """``first`` times powers of ``factor``, below ``last``, and ``last``."""
-    while first < last:
-        yield first
-        first *= factor
-    yield last
-
-
-def _shapes(rows: int, widest: int, budget: int) -> list[tuple[int, int]]:
-    """Rows and widths of all rectangles that ``_rectangles`` makes of chunks of at most ``budget`` tokens together."""
-    widths = list(_doubling(SMALLEST_CHUNK, widest, 4))
-    sizes = list(_doubling(1, bucket(rows)))
-    return [(size, width) for width in widths for size in sizes if size == 1 or size * width <= _most(budget)]
-
-
-def _most(held: int) -> int:
-    """Tokens of a rectangle of several chunks that hold ``held``, padding included."""
-    return max(2 * held, 8 * SMALLEST_CHUNK)
-
-
-def _rectangles(chunks: list[tuple[Request, int]], width: Callable[[int], int]) -> list[list[tuple[Request, int]]]:
-    """Groups of chunks that run as one rectangle each, of which at most half is padding; ``width`` of a chunk."""
-    groups: list[list[tuple[Request, int]]] = []
-    for chunk in sorted(chunks, key=lambda c: c[1]):
-        group = groups[-1] if groups else []
-        held = sum(count for _, count in group) + chunk[1]
-        if groups and bucket(len(group) + 1) * width(chunk[1]) <= _most(held):
-            group.append(chunk)
-        else:
-            groups.append([chunk])
-    return groups
