@@ -610,14 +610,14 @@ def test_every_slot_is_gathered_once(
     pools = [rng.integers(0, 256, (10, stride)).astype(np.uint8) for _ in columns]
     for pool in pools:  # few rows have a scale that is large
         for offset in range(page if data.scale_bytes else 0):
-            some = rng.integers(0, 8 * data.scale_bytes, 10) == 0
+            some = rng.random(10) < 0.1
             if kind == "footer":
                 pool[:, footer + 8 * offset : footer + 8 * offset + 7] = rng.integers(90, 134, (10, 7))
-                pool[some, footer + 8 * offset + rng.integers(7)] = 140
+                pool[some, footer + 8 * offset + rng.integers(7, size=some.sum())] = 140
             else:
                 start = offset * data.row_bytes + 512
                 scales = rng.uniform(0.5, 2, (10, 4)).astype(np.float32)
-                scales[some, rng.integers(4)] = 300
+                scales[some, rng.integers(4, size=some.sum())] = 300
                 pool[:, start : start + 16] = scales.view(np.uint8)
     slots = [rng.integers(-2, 42, (2, n)).astype(np.int32) for n in columns]
     counts = [np.array([5, n], np.int32) for n in lengths or columns]
