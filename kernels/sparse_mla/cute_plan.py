@@ -343,8 +343,8 @@ def fuses(ending: Ending, data: Rows, splits: int, value_parts: int, groups: int
 def schedule(rows: int, head_blocks: int, blocks: int, data: Rows, ending: Ending | None) -> tuple[int, int, int]:
     """``(splits, value_parts, groups)`` for rows and blocks of heads, each of so many blocks of slots.
 
-    Those that take the least time by a model that was fitted to 31 measurements of shared rows on an H200: it meets them
-    within 6 % (1.5 % in the mean), and those of ``benchmarks/cute_h200.json`` within 9 % (3 %).
+    Those that take the least time by a model that was fitted to 31 measurements of shared rows on an H200: it meets
+    them within 6 % (1.5 % in the mean), and those of ``benchmarks/cute_h200.json`` within 9 % (3 %).
     """
     wide = data.width > 512
 
