@@ -89,7 +89,7 @@ def test_nothing_is_compiled_after_warmup(family, count, options, compiled):
 
 
 @pytest.mark.parametrize(("rows", "chunk", "budget"), [(1, 256, 257), (5, 512, 517), (8, 64, 9), (64, 2048, 2112)])
-def test_rectangles_have_declaredshapes(rows, chunk, budget):
+def test_rectangles_have_declared_shapes(rows, chunk, budget):
     declared = set(shapes(rows, chunk, budget))
     assert len(declared) < 60
     rng = np.random.default_rng(0)

@@ -20,13 +20,16 @@ from ..cute_ptx import (
     wait_copies,
 )
 from .cute_codes import angle, write_codes
-from .cute_output import is_rope, load_sink, share_of_head, write_lse
+from .cute_output import is_rope, load_sink, share_of_head, values_at, write_lse
 from .cute_place import NONE, Arrays, origin
 from .cute_plan import Profile
 
 
 def known_before(p: Profile, arrays: Arrays, row: Any, head: Any, thread: Any) -> tuple[Any, list[Any]]:
-    """What does not wait for the first kernel: a head's sink, and the angles of a thread's pairs."""
+    """What need not wait for the first kernel: a head's sink, and the angles of a thread's pairs.
+
+    The assembler moves these loads behind the wait all the same.
+    """
     sink = load_sink(p, arrays, head, Int32(0), False)
     return sink, [] if p.ending is None else [angle(p, arrays, row, thread * 8 + 2 * i) for i in range(4)]
 
@@ -53,7 +56,7 @@ def complete(
     if const_expr(p.ending is not None):
         write_codes(p, arrays, values, turns, row, head, thread)
     else:
-        to = arrays.out + (Int64(row) * p.heads + Int64(head)) * 1024 + Int64(thread * 16)
+        to = values_at(p, arrays, row, head) + Int64(thread * 16)
         store_global_4(to, *[pack_bf16x2(values[i], values[i + 1]) for i in range(0, 8, 2)])
 
 

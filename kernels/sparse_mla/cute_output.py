@@ -159,7 +159,7 @@ def write_four(p: cutlass.Constexpr, head: Any, quad: Any, words: cutlass.Conste
     The threads exchange until each has a whole piece, which goes ``to`` where it is the thread's to write.
     """
     piece = whole_piece(words, quad, rope)
-    if const_expr(p.heads % 64 == 0 and p.splits == 1):
+    if const_expr(p.heads % 64 == 0 and p.splits == 1):  # all heads exist; of a cluster's rounds some have none
         store_global_4(to, *piece)
     else:
         if head < p.heads:

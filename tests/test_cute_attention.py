@@ -1,5 +1,5 @@
-"""Parts of the CuTe attention kernel on the CPU, each thread of a warp: codes of its output, values of cached codes,
-and how the CTAs of a cluster merge a row."""
+"""Parts of the CuTe attention kernel on the CPU, thread by thread: its producers, softmax and values of codes, how the
+CTAs of a cluster merge a row, the second kernel, and codes of the output."""
 
 import dataclasses
 import functools
@@ -286,19 +286,8 @@ def rotated(values: np.ndarray, angles: np.ndarray) -> np.ndarray:
 
 
 OUTPUT = ("either", "selector", "transposed", "whole_piece", "is_rope", "line_of", "load_head", "load_sink", "lift")
-OUTPUT += (
-    "share_of_head",
-    "write_lse",
-    "write_chunk",
-    "write_part",
-    "biggest_of",
-    "finite",
-    "packed",
-    "write_all",
-    "column_of",
-    "values_at",
-    "write_four",
-)
+OUTPUT += ("share_of_head", "write_lse", "write_chunk", "write_part", "write_all", "write_four", "biggest_of", "finite")
+OUTPUT += ("packed", "column_of", "values_at")
 CODES = ("write_units", "write_chunks", "codes_at", "angles", "turned", "turned_pair", "scale_of", "write_scales")
 CODES += ("write_scale", "larger_word", "padded", "angle", "write_codes")
 FINISH = ("known_before", "complete", "ask_groups", "merged_groups", "natural")
@@ -694,6 +683,15 @@ def test_every_slot_is_gathered_once(
         row, offset = want[place]
         assert counted == (offset is not None), place
         assert pieces.keys() == {(piece, part) for piece in range(data.chunks) for part in range(4)}
+        for (piece, part), found in pieces.items():
+            if offset is None:
+                assert not any(found)
+            else:
+                apart = 16 if kind == "inline" and piece >= 8 else 0
+                # Threads of odd rows take two pieces that are not codes the other way round.
+                other = piece if piece < data.codes or place[1] % 2 == 0 else data.codes + ((piece - data.codes) ^ 1)
+                start = offset * data.row_bytes + 64 * other + 16 * part + apart
+                assert found == row[start : start + 16].tobytes(), (place, piece, part)
         if kind != "plain":
             own = np.zeros(8, np.uint32)
             if offset is not None and kind == "footer":
@@ -706,15 +704,6 @@ def test_every_slot_is_gathered_once(
             assert len(large) == 1
     for (group, rows), found in largest.items():
         assert {large for n in range(8) for large in seen[group, 8 * rows + n][3]} == {max(found)}
-        for (piece, part), found in pieces.items():
-            if offset is None:
-                assert not any(found)
-            else:
-                apart = 16 if kind == "inline" and piece >= 8 else 0
-                # Threads of odd rows take two pieces that are not codes the other way round.
-                other = piece if piece < data.codes or place[1] % 2 == 0 else data.codes + ((piece - data.codes) ^ 1)
-                start = offset * data.row_bytes + 64 * other + 16 * part + apart
-                assert found == row[start : start + 16].tobytes(), (place, piece, part)
 
 
 # ---- the softmax
