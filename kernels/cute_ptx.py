@@ -142,10 +142,29 @@ def load_global(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
     return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.nc.b32 $0, [$1];", "=r,l", True, loc, ip))
 
 
+# Loads that the assembler leaves on their side of a wait, over which it moves those of what is never written: of what
+# need not wait for another kernel, and of what one wrote that was still running when this one began.
+
+
 @dsl_user_op
-def load_global_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
+def load_ordered(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
+    return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip))
+
+
+@dsl_user_op
+def load_ordered_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    return _words(2, [(Int64, at)], "ld.global.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def load_ordered_4(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    return _words(4, [(Int64, at)], "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def load_ordered_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
     """4 bytes, or zeros where ``here`` is 0."""
-    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }"
     return Uint32(_asm(T.i32(), [(Int64, at), (Int32, here)], text, "=&r,l,r", True, loc, ip))
 
 
@@ -311,6 +330,13 @@ def shuffle_xor(x: Any, mask: Any, *, loc: Any = None, ip: Any = None) -> Uint32
     """The word of the lane whose number differs by the bits of ``mask``."""
     operands = [(Uint32, x), (Int32, mask)]
     return Uint32(_asm(T.i32(), operands, "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", True, loc, ip))
+
+
+@dsl_user_op
+def shuffle_from(x: Any, lane: int, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The word that a lane has."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+    return Uint32(_asm(T.i32(), [(Uint32, x), (Int32, lane)], text, "=r,r,r", True, loc, ip))
 
 
 @dsl_user_op

@@ -163,14 +163,39 @@ def test_products_do_not_wait_for_each_other(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("v4-flash-csa", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("v4-flash-csa", 16), ("v4-flash-csa", 8), ("v3.2", 2))
+        ),
+    ],
+)
+def test_the_second_kernel_asks_for_all_parts_at_once(name: str, rows: int) -> None:
+    """Which the assembler would rather do one by one, each when it is added."""
+    shape = ATTENTION[name]
+    call = functools.partial(attend, shape, shape.heads, implementation="cute")
+    with kernels.target(compute_capability=90):
+        jax.jit(call).trace(*arguments(shape, rows, shape.heads)).lower(lowering_platforms=("cuda",))
+    (module,) = cute_cache._memory.values()
+    (code,) = [
+        code for code in dumped(module, "-sass").split("Function : ") if code.startswith("kernel_cutlass_combine")
+    ]
+    loads = [load.start() for load in re.finditer(r"LDG\.E\.(64|128) ", code)]
+    assert len(loads) > 4
+    assert code.index("ACQBULK") < loads[0] < loads[-1] < code.index("SHFL")
+
+
+@pytest.mark.parametrize(
     ("name", "rows", "count"),
     [
         ("v4-flash-csa", 128, 1),
-        ("v4-flash-csa", 2, 1),
+        ("v4-flash-csa", 64, 1),
         ("v4-flash-csa", 16, 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("v4-flash-csa", 64, 1), ("v4-pro-csa", 32, 1), ("v3.2", 64, 2))
+            for case in (("v4-flash-csa", 2, 2), ("v4-pro-csa", 32, 1), ("v3.2", 64, 2))
         ),
     ],
 )

@@ -11,7 +11,7 @@ from ..cute_ptx import (
     divide,
     e4m3x4,
     float_of,
-    load_global_if,
+    load_ordered_if,
     permute,
     shuffle_xor,
     store_global,
@@ -126,7 +126,7 @@ def angle(p: Profile, arrays: Arrays, row: Any, column: Any) -> tuple[Any, Any]:
     place = column - (512 - ending.rope)
     here = cutlass.select_(place >= 0, Int32(1), Int32(0))
     table = arrays.cos_sin + (Int64(row) * ending.rope + Int64(place >> 1)) * 4
-    return float_of(load_global_if(here, table)), float_of(load_global_if(here, table + 2 * ending.rope))
+    return float_of(load_ordered_if(here, table)), float_of(load_ordered_if(here, table + 2 * ending.rope))
 
 
 def turned_pair(even: Any, odd: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
@@ -174,27 +174,30 @@ def write_scale(p: Profile, arrays: Arrays, row: Any, head: Any, block: Any, wor
 
 @cute.jit
 def write_codes(
-    p: cutlass.Constexpr, arrays: cutlass.Constexpr, values: Any, turns: Any, row: Any, head: Any, thread: Any
+    p: cutlass.Constexpr, arrays: cutlass.Constexpr, values: Any, turns: Any, row: Any, head: Any, column: Any
 ) -> None:
-    """Writes eight values a thread, which are in order, as the second kernel has them, rotated by an angle each two."""
+    """Writes a thread's values, in order, as the second kernel has them, rotated by an angle each two."""
     ending = p.ending
     found = []
     largest = Uint32(0)
-    for i in range_constexpr(4):
+    for i in range_constexpr(p.finish_values // 2):
         even, odd = values[2 * i], values[2 * i + 1]
-        if thread * 8 + 2 * i >= 512 - ending.rope:
+        if column + 2 * i >= 512 - ending.rope:
             even, odd = turned_pair(even, odd, *turns[i])
         found += [even, odd]
         for x in (even, odd):
             largest = larger_word(largest, magnitude(bits_of(x)))
-    for bit in range_constexpr(4 if ending.block == 128 else 2):
+    for bit in range_constexpr((ending.block // p.finish_values - 1).bit_length()):
         largest = larger_word(largest, shuffle_xor(largest, 1 << bit))
     word, inverse = scale_of(ending, largest)
     found = [x * inverse for x in found]
-    to = codes_at(p, arrays, row, head) + Int64(thread * 8)
-    store_global_2(to, e4m3x4(*found[:4]), e4m3x4(*found[4:]))
-    if thread % (ending.block // 8) == 0:
-        write_scales(p, arrays, row, head, thread // (ending.block // 8), word)
+    to = codes_at(p, arrays, row, head) + Int64(column)
+    if const_expr(p.finish_values == 4):
+        store_global(to, e4m3x4(*found))
+    else:
+        store_global_2(to, e4m3x4(*found[:4]), e4m3x4(*found[4:]))
+    if column % ending.block == 0:
+        write_scales(p, arrays, row, head, column // ending.block, word)
 
 
 def larger_word(x: Any, y: Any) -> Any:

@@ -51,6 +51,7 @@ def build(profile: Profile) -> Any:
     """The launcher of the kernel for a profile."""
     memory = Memory.of(profile)
     clustered = profile.splits > 1
+    each, threads = profile.finish_heads, profile.finish_threads
 
     @cute.kernel
     def attend(
@@ -121,12 +122,13 @@ def build(profile: Profile) -> Any:
     ) -> None:
         head, row, _ = cute.arch.block_idx()
         thread = thread_index()
-        base = SmemAllocator().allocate(profile.finish_bytes, 16).toint()
+        if const_expr(each > 1):
+            head, thread = head * each + thread // threads, thread % threads
         given = {"parts": parts, "masses": masses, "sinks": sinks, "out_scale": out_scale, "cos_sin": cos_sin}
         arrays = Arrays(**given, out=out, lse=lse, scales=scales)
         sink, turns = known_before(profile, arrays, row, head, thread)
         cute.arch.griddepcontrol_wait()
-        complete(profile, arrays, row, head, thread, base, sink, turns)
+        complete(profile, arrays, row, head, thread, sink, turns)
 
     def address(x: Any) -> Any:
         return Int64(0) if x is None else x.iterator.toint()
@@ -160,7 +162,11 @@ def build(profile: Profile) -> Any:
         attend(*[address(x) for x in [*inputs, *results]]).launch(grid=grid, stream=stream, **options)
         if const_expr(profile.partial):
             combine(*[address(x) for x in (parts, masses, sinks, out_scale, cos_sin, out, lse, scales)]).launch(
-                grid=[profile.heads, profile.rows, 1], block=[64, 1, 1], stream=stream, use_pdl=True
+                grid=[profile.heads // each, profile.rows, 1],
+                block=[threads * each, 1, 1],
+                smem=profile.finish_bytes,
+                stream=stream,
+                use_pdl=True,
             )
 
     return launch

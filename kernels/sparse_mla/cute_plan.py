@@ -175,9 +175,28 @@ class Profile:
         return 1 + 512 // self.values
 
     @property
+    def finish_threads(self) -> int:
+        """Threads of the second kernel for a head: half as many, and instructions, where there are many heads."""
+        return 64 if self.rows * self.heads >= 6 * SMS and self.value_parts == 1 else 128
+
+    @property
+    def finish_heads(self) -> int:
+        """Heads of a CTA of the second kernel."""
+        return 2 if self.rows * self.heads >= 3 * SMS and self.heads % 2 == 0 else 1
+
+    @property
+    def finish_values(self) -> int:
+        """Values of a thread of the second kernel."""
+        return 512 // self.finish_threads
+
+    @property
     def finish_bytes(self) -> int:
-        """Shared memory of the second kernel: a head's parts, and their marks."""
-        return self.groups * (1024 + 4 * self.marks)
+        """Shared memory that a CTA of the second kernel asks for, of which it uses none.
+
+        So that CTAs that start while the first kernel still runs do not crowd the SMs that it leaves idle.
+        """
+        each = -(-self.rows * self.heads // (self.finish_heads * SMS))
+        return max(0, (228 // each - 1) * 1024)
 
     @property
     def fused(self) -> bool:
@@ -327,6 +346,8 @@ class Memory:
             raise ValueError(f"Expected the plan to fit in {SHARED_BYTES} bytes of shared memory, got {at}: {tuning}")
         if not 0 < tuning.units <= profile.units or tuning.stages not in (3, 4):
             raise ValueError(f"Expected 3 or 4 stages, and at most {profile.units} units: {tuning}")
+        if profile.groups > 1 and (profile.groups > MOST_GROUPS or profile.values < 128):
+            raise ValueError(f"Expected up to {MOST_GROUPS} groups of at most 2 parts of the values: {profile}")
         parts = profile.most * profile.splits * profile.four_bytes
         if profile.splits > 1 and parts > starts["bias"] - starts["queries"]:
             raise ValueError(f"Expected {profile.splits=} parts to fit over the queries, got {parts} bytes")
@@ -343,8 +364,8 @@ def fuses(ending: Ending, data: Rows, splits: int, value_parts: int, groups: int
 def schedule(rows: int, head_blocks: int, blocks: int, data: Rows, ending: Ending | None) -> tuple[int, int, int]:
     """``(splits, value_parts, groups)`` for rows and blocks of heads, each of so many blocks of slots.
 
-    Those that take the least time by a model that was fitted to 31 measurements of shared rows on an H200: it meets
-    them within 6 % (1.5 % in the mean), and those of ``benchmarks/cute_h200.json`` within 9 % (3 %).
+    Those that take the least time by a model that was fitted to 33 measurements on an H200: it meets them within 9 %
+    (1.7 % in the mean).
     """
     wide = data.width > 512
 
@@ -353,17 +374,19 @@ def schedule(rows: int, head_blocks: int, blocks: int, data: Rows, ending: Endin
         tiles = rows * head_blocks * parts * groups
         waves = -(-tiles // RESIDENT[splits])
         busy = min(tiles * splits / SMS, 1.0)
-        tile = 0.57 + 1.6 * busy + 4.32 / parts + (2.22 if wide else 1.94) * -(-blocks // (splits * groups))
-        merge = (2.45 if parts == 1 else 1.93) + 0.15 * splits if splits > 1 else 0
+        each = -(-blocks // (splits * groups))
+        output = 4.32 / parts if groups == 1 else 0.7 + 3.6 / parts
+        tile = 0.57 + 1.6 * busy + output + (2.22 if wide else 1.94) * each
+        merge = (2.45 if parts == 1 else 1.8) + 0.15 * splits if splits > 1 else 0
         apart = groups > 1 or (ending is not None and not fuses(ending, data, splits, parts, groups))
-        finish = (2.4 if wide else 1.6) + 0.01 * rows * head_blocks * groups if apart else 0
+        finish = (2.5 if wide else 1.7) + 0.025 * rows * head_blocks if apart else 0
         return waves * tile + merge + finish
 
     choices = [
         (splits, parts, groups)
         for groups in range(1, MOST_GROUPS + 1)
-        for parts in ((1, 2, 4) if groups == 1 else (1,))
         for splits in range(1, MOST_SPLITS + 1)
+        for parts in ((1, 2, 4) if groups == 1 else (1, 2) if splits == 1 else (1,))
         if splits * groups <= max(blocks, 1)
     ]
     return min(choices, key=microseconds)
