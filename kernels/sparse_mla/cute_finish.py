@@ -40,7 +40,7 @@ def known_before(p: Profile, arrays: Arrays, row: Any, head: Any, thread: Any) -
 def complete(
     p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, head: Any, thread: Any, sink: Any, turns: Any
 ) -> None:
-    """Adds up the results of groups for one row and head, in their order, and writes them."""
+    """Adds up the results of groups for one row and head, values in the order of groups, and writes them."""
     column = thread * p.finish_values
     values = natural(p, merged_groups(p, arrays, row, head, thread, sink), column)
     if const_expr(p.ending is not None):
@@ -66,7 +66,7 @@ def merged_groups(p: cutlass.Constexpr, arrays: cutlass.Constexpr, row: Any, hea
     load = load_ordered_2 if const_expr(p.finish_values == 4) else load_ordered_4
     words = [load(parts + g * (1024 * p.heads)) for g in range(p.groups)]
     bits = (p.groups - 1).bit_length()
-    group = thread & ((1 << bits) - 1)  # lanes beyond the groups do the same
+    group = thread & ((1 << bits) - 1)  # the other lanes do the same; groups that do not exist weigh nothing
     here = cutlass.select_(group < p.groups, Int32(1), Int32(0))
     mark = arrays.masses + (place + Int64(group * p.heads)) * (4 * p.marks)
     known = float_of(load_ordered_if(here, mark))

@@ -133,7 +133,7 @@ class Profile:
         splits: CTAs of a cluster, which share the blocks of a row.
         split_blocks: blocks of a share; 0 for an even share of what the row has.
         groups: clusters that share the blocks of a row, whose results a second kernel merges.
-        value_parts: clusters that share the values of a row, 1, 2 or 4.
+        value_parts: clusters that share the values of a row, 1, 2 or 4; with several groups 1 or 2.
         teams: CTAs that take all tiles in turn; with splits clusters, one for each tile.
         tuning: the rest.
     """
@@ -176,7 +176,7 @@ class Profile:
 
     @property
     def finish_threads(self) -> int:
-        """Threads of the second kernel for a head: half as many, and instructions, where there are many heads."""
+        """Threads of the second kernel for a head: half as many, and instructions, where there are many whole heads."""
         return 64 if self.rows * self.heads >= 6 * SMS and self.value_parts == 1 else 128
 
     @property
