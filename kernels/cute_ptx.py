@@ -142,32 +142,6 @@ def load_global(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
     return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.nc.b32 $0, [$1];", "=r,l", True, loc, ip))
 
 
-# Loads that the assembler leaves on their side of a wait, over which it moves those of what is never written: of what
-# need not wait for another kernel, and of what one wrote that was still running when this one began.
-
-
-@dsl_user_op
-def load_ordered(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
-    return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip))
-
-
-@dsl_user_op
-def load_ordered_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
-    return _words(2, [(Int64, at)], "ld.global.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
-
-
-@dsl_user_op
-def load_ordered_4(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
-    return _words(4, [(Int64, at)], "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l", True, loc, ip)
-
-
-@dsl_user_op
-def load_ordered_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """4 bytes, or zeros where ``here`` is 0."""
-    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }"
-    return Uint32(_asm(T.i32(), [(Int64, at), (Int32, here)], text, "=&r,l,r", True, loc, ip))
-
-
 @dsl_user_op
 def load_global_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
     return _words(2, [(Int64, at)], "ld.global.nc.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
@@ -193,6 +167,32 @@ def load_global_2_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> 
     """8 bytes, or zeros where ``here`` is 0."""
     text = "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.nc.v2.b32 {$0,$1}, [$2]; }"
     return _words(2, [(Int64, at), (Int32, here)], text, "=&r,=&r,l,r", True, loc, ip)
+
+
+# Loads that the assembler leaves on their side of a wait, over which it moves those above, of what is never written: of
+# what need not wait for another kernel, and of what one wrote that was still running when this one began.
+
+
+@dsl_user_op
+def load_ordered(at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
+    return Uint32(_asm(T.i32(), [(Int64, at)], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip))
+
+
+@dsl_user_op
+def load_ordered_2(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    return _words(2, [(Int64, at)], "ld.global.v2.b32 {$0,$1}, [$2];", "=r,=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def load_ordered_4(at: Any, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    return _words(4, [(Int64, at)], "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l", True, loc, ip)
+
+
+@dsl_user_op
+def load_ordered_if(here: Any, at: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """4 bytes, or zeros where ``here`` is 0."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }"
+    return Uint32(_asm(T.i32(), [(Int64, at), (Int32, here)], text, "=&r,l,r", True, loc, ip))
 
 
 @dsl_user_op

@@ -4,7 +4,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,14 @@ def resources(module: bytes) -> list[dict[str, int]]:
     return [{name: int(number) for name, number in found[i : i + 4]} for i in range(0, len(found), 4)]
 
 
+def compiled(call: Callable[..., Any], *operands: Any) -> bytes:
+    """The object file of the one call of a kernel in a function for Hopper."""
+    with kernels.target(compute_capability=90):
+        jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
+    (module,) = cute_cache._memory.values()
+    return module
+
+
 @pytest.mark.parametrize("capability", lowering.CAPABILITIES)
 @pytest.mark.parametrize("case", lowering.cases(CASES, USUAL))
 def test_one_kernel_without_spills(case: str, capability: int) -> None:
@@ -155,10 +163,7 @@ def test_products_do_not_wait_for_each_other(name: str, rows: int) -> None:
     shape = ATTENTION[name]
     call = functools.partial(attend, shape, shape.heads, implementation="cute")
     given = [None if len(x.shape) == 1 else x for x in arguments(shape, rows, shape.heads)]  # no lengths
-    with kernels.target(compute_capability=90):
-        jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",))
-    (module,) = cute_cache._memory.values()
-    code = dumped(module, "-sass")
+    code = dumped(compiled(call, *given), "-sass")
     assert code.count("HGMMA") > 80
     assert code.count("WARPGROUP.DEPBAR") <= 6
 
@@ -177,12 +182,8 @@ def test_the_second_kernel_asks_for_all_parts_at_once(name: str, rows: int) -> N
     """Which the assembler would rather do one by one, each when it is added."""
     shape = ATTENTION[name]
     call = functools.partial(attend, shape, shape.heads, implementation="cute")
-    with kernels.target(compute_capability=90):
-        jax.jit(call).trace(*arguments(shape, rows, shape.heads)).lower(lowering_platforms=("cuda",))
-    (module,) = cute_cache._memory.values()
-    (code,) = [
-        code for code in dumped(module, "-sass").split("Function : ") if code.startswith("kernel_cutlass_combine")
-    ]
+    functions = dumped(compiled(call, *arguments(shape, rows, shape.heads)), "-sass").split("Function : ")
+    (code,) = [code for code in functions if code.startswith("kernel_cutlass_combine")]
     loads = [load.start() for load in re.finditer(r"LDG\.E\.(64|128) ", code)]
     assert len(loads) > 4
     assert code.index("ACQBULK") < loads[0] < loads[-1] < code.index("SHFL")
@@ -210,9 +211,6 @@ def test_how_many_kernels_codes_take(name: str, rows: int, count: int) -> None:
         return kernels.sparse_mla(q, pool, slots, extra=given, epilogue=epilogue, **options)
 
     given = [x for x in arguments(shape, rows, shape.heads) if len(x.shape) > 1]
-    with kernels.target(compute_capability=90):
-        jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",))
-    (module,) = cute_cache._memory.values()
-    used = resources(module)
+    used = resources(compiled(call, *given))
     assert len(used) == count
     assert all(kernel["STACK"] == kernel["LOCAL"] == 0 for kernel in used), used

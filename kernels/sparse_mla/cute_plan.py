@@ -193,10 +193,11 @@ class Profile:
     def finish_bytes(self) -> int:
         """Shared memory that a CTA of the second kernel asks for, of which it uses none.
 
-        So that CTAs that start while the first kernel still runs do not crowd the SMs that it leaves idle.
+        So that CTAs that start while the first kernel still runs do not crowd the SMs that it leaves idle: no more of
+        them fit into an SM, which has 228 KiB and takes one for each, than there are for each SM.
         """
-        each = -(-self.rows * self.heads // (self.finish_heads * SMS))
-        return max(0, (228 // each - 1) * 1024)
+        ctas = -(-self.rows * self.heads // (self.finish_heads * SMS))
+        return max(0, (228 // ctas - 1) * 1024)
 
     @property
     def fused(self) -> bool:
